@@ -1,0 +1,242 @@
+"""Deployment settings: one frozen tree, read once from a profile (TOML), ``--set`` pairs and
+environment, checked, then passed.
+
+Model constants are not here (``engine/model_shape.py``), nor tile sizes (beside the kernels).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import tomllib
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from decant.protocol.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    path: str = ""  # a checkpoint folder; empty: the model that ships with the package
+    served_name: str = ""  # empty: the folder's name
+    max_context: int = 8192  # tokens, prompt and output together; at most the model's
+    quantise_activations: bool = (
+        False  # simulate the reference's FP8/FP4 activation rounding (model-spec.md 6.4)
+    )
+
+
+@dataclass(frozen=True)
+class GatewayConfig:
+    host: str = "127.0.0.1"
+    port: int = 8000
+    max_body_bytes: int = 32 << 20
+    max_requests: int = 256  # in flight; more: 429
+    max_choices: int = 16
+    keys_file: str = ""  # one key a line; empty: open (only on loopback)
+    queue_timeout_s: float = 60.0
+    request_timeout_s: float = 600.0
+    default_max_tokens: int = 512  # chat, where the client gave none
+    default_thinking: bool = False
+    strict_fields: bool = False
+    strict_deepseek: bool = False
+    ignore_sampling_in_thinking: bool = False
+    slow_reader_s: float = 30.0
+    first_byte_s: float = 5.0
+
+
+@dataclass(frozen=True)
+class TokenizerConfig:
+    instances: int = 1
+    max_streams: int = 1024
+
+
+@dataclass(frozen=True)
+class RouterConfig:
+    max_queued: int = 512  # requests waiting for a reservation; more: 429
+    heartbeat_s: float = 1.0
+    suspect_s: float = 3.0
+    dead_s: float = 10.0
+    stall_s: float = 30.0  # busy without a step: fenced
+    drain_s: float = 30.0
+    max_resumes: int = 16  # of one request; then it fails
+
+
+@dataclass(frozen=True)
+class PrefillConfig:
+    tp: int = 1
+    threads: int = 1
+    pages: int = 96
+    slots: int = 16
+    chunk_tokens: int = 256
+    prefix_cache: bool = True
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    tp: int = 1
+    threads: int = 1
+    pages: int = 384
+    slots: int = 64
+    max_batch: int = 32  # sequences in one step
+    growth_tokens: int = 64  # reserved beyond the prompt at admission
+
+
+@dataclass(frozen=True)
+class DraftConfig:
+    enabled: bool = True
+    tp: int = 1
+    threads: int = 1
+    num_drafts: int = 2  # k, at most
+    adaptive: bool = True
+    timeout_ms: float = 200.0
+
+
+@dataclass(frozen=True)
+class KVConfig:
+    page_tokens: int = 256  # a multiple of 128
+    max_drafts: int = 3  # ring rows
+    checksums: bool = True
+
+
+@dataclass(frozen=True)
+class Config:
+    """The whole tree. ``run_dir`` holds sockets, generated supervisord config, logs and locks; mode
+    0700.
+    """
+
+    profile: str = "demo"
+    run_dir: str = ""
+    device: str = "cpu"  # "cpu" or "cuda"
+    log_level: str = "info"
+    log_content: bool = False
+    model: ModelConfig = field(default_factory=ModelConfig)
+    gateway: GatewayConfig = field(default_factory=GatewayConfig)
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    router: RouterConfig = field(default_factory=RouterConfig)
+    prefill: PrefillConfig = field(default_factory=PrefillConfig)
+    decode: DecodeConfig = field(default_factory=DecodeConfig)
+    draft: DraftConfig = field(default_factory=DraftConfig)
+    kv: KVConfig = field(default_factory=KVConfig)
+
+    def __post_init__(self) -> None:
+        def need(ok: bool, text: str) -> None:
+            if not ok:
+                raise ConfigError(text)
+
+        need(self.device in ("cpu", "cuda"), f"device is cpu or cuda, not {self.device!r}")
+        need(0 <= self.gateway.port < 65536, f"gateway.port {self.gateway.port} is not a port")
+        need(
+            self.kv.page_tokens > 0 and self.kv.page_tokens % 128 == 0,
+            f"kv.page_tokens {self.kv.page_tokens} is not a multiple of 128",
+        )
+        need(0 <= self.kv.max_drafts <= 7, "kv.max_drafts is 0 to 7")
+        need(
+            0 <= self.draft.num_drafts <= self.kv.max_drafts,
+            f"draft.num_drafts {self.draft.num_drafts} exceeds kv.max_drafts {self.kv.max_drafts}",
+        )
+        for room in (self.prefill, self.decode, self.draft):
+            need(room.tp in (1, 2, 4, 8), f"tp is 1, 2, 4 or 8, not {room.tp}")
+            need(room.threads >= 1, "threads is at least 1")
+        need(self.model.max_context >= 128, "model.max_context is at least 128")
+        need(
+            1 <= self.decode.max_batch <= self.decode.slots, "decode.max_batch is 1 to decode.slots"
+        )
+
+    def endpoint(self, instance: str) -> str:
+        """The ipc address at which a process listens (a Unix path is shorter than 108 bytes)."""
+        path = f"{self.run_dir}/{instance}.sock"
+        if len(path) >= 104:
+            raise ConfigError(f"the run directory's name is too long for a socket: {path}")
+        return f"ipc://{path}"
+
+    def metrics_path(self, instance: str) -> str:
+        """Unix socket of a process's Prometheus page."""
+        return f"{self.run_dir}/{instance}.metrics"
+
+
+def _convert(value: Any, kind: Any, name: str) -> Any:
+    origin = typing.get_origin(kind)
+    if origin in (typing.Union, types.UnionType):
+        kind = next(a for a in typing.get_args(kind) if a is not type(None))
+    if dataclasses.is_dataclass(kind):
+        if not isinstance(value, dict):
+            raise ConfigError(f"{name} is a table")
+        return build(kind, value, name + ".")
+    if isinstance(value, str) and kind is not str:
+        try:
+            if kind is bool:
+                return {"true": True, "false": False, "1": True, "0": False}[value.lower()]
+            return kind(value)
+        except (ValueError, KeyError) as error:
+            raise ConfigError(f"{name}: {value!r} is not a {kind.__name__}") from error
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise ConfigError(f"{name}: expected {kind.__name__}, got {value!r}")
+    return value
+
+
+def build(cls: Any, table: dict[str, Any], prefix: str = "") -> Any:
+    """A dataclass of the tree from a nested dict. Raises: ConfigError for unknown names and wrong
+    types.
+    """
+    kinds = typing.get_type_hints(cls)
+    known = {f.name for f in dataclasses.fields(cls)}
+    for name in table:
+        if name not in known:
+            raise ConfigError(f"unknown setting {prefix}{name}")
+    return cls(**{n: _convert(v, kinds[n], prefix + n) for n, v in table.items()})
+
+
+def merge(table: dict[str, Any], pairs: list[str]) -> dict[str, Any]:
+    """Apply ``a.b=value`` pairs to a nested dict (in place). Raises: ConfigError."""
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise ConfigError(f"--set takes key=value, not {pair!r}")
+        *path, last = name.strip().split(".")
+        here = table
+        for part in path:
+            here = here.setdefault(part, {})
+            if not isinstance(here, dict):
+                raise ConfigError(f"{name}: {part} is not a table")
+        here[last] = value
+    return table
+
+
+def load(path: str | Path, pairs: list[str] | None = None) -> Config:
+    """Read a profile or a resolved config file. ``DECANT_SET`` holds more pairs, separated by
+    spaces.
+    """
+    try:
+        table = tomllib.loads(Path(path).read_text())
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+    merge(table, [*(pairs or []), *os.environ.get("DECANT_SET", "").split()])
+    config: Config = build(Config, table)
+    return config
+
+
+def dump(config: Config) -> str:
+    """The tree as TOML, for the resolved file in the run directory that all processes read."""
+
+    def text(value: Any) -> str:
+        if isinstance(value, bool):
+            return "true" if value else "false"
+        if isinstance(value, str):
+            escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+            return f'"{escaped}"'
+        return repr(value)
+
+    lines, tables = [], []
+    for f in dataclasses.fields(config):
+        value = getattr(config, f.name)
+        if dataclasses.is_dataclass(value):
+            rows = [f"{g.name} = {text(getattr(value, g.name))}" for g in dataclasses.fields(value)]
+            tables.append("\n".join([f"[{f.name}]", *rows]))
+        else:
+            lines.append(f"{f.name} = {text(value)}")
+    return "\n".join(lines) + "\n\n" + "\n\n".join(tables) + "\n"

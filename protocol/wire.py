@@ -1,0 +1,80 @@
+"""Messages to frames and back. Knows msgpack and nothing of sockets.
+
+Frames of a message: ``[header, body, blob, ...]``; a ROUTER socket has the peer's identity in
+front, which is not ours to see.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from operator import or_
+from typing import Any
+
+import msgspec
+
+from decant.protocol.errors import ProtocolError
+from decant.protocol.messages import TYPES, WIRE_MAJOR, Header, Message
+
+MAX_FRAMES = 8
+MAX_FRAME_BYTES = 64 << 20
+
+_encoder = msgspec.msgpack.Encoder()
+_header = msgspec.msgpack.Decoder(Header)
+_body: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(reduce(or_, TYPES))
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """A received message."""
+
+    header: Header
+    body: Message
+    blobs: tuple[bytes, ...] = ()
+    identity: bytes = b""  # of the peer, on a ROUTER socket
+
+
+@dataclass
+class Sender:
+    """Who we are; numbers what we send."""
+
+    source: str
+    incarnation: str = field(default_factory=lambda: secrets.token_hex(16))
+    _seq: itertools.count[int] = field(default_factory=itertools.count)
+
+    def frames(
+        self, body: Message, blobs: Sequence[bytes | memoryview] = (), traceparent: str = ""
+    ) -> list[bytes | memoryview]:
+        """Frames of one message; ``blobs`` travel as they are."""
+        header = Header(
+            self.source,
+            self.incarnation,
+            next(self._seq),
+            WIRE_MAJOR,
+            time.monotonic_ns(),
+            traceparent,
+        )
+        return [_encoder.encode(header), _encoder.encode(body), *blobs]
+
+
+def parse(frames: Sequence[bytes], identity: bytes = b"") -> Envelope:
+    """Frames (without identity) to an envelope.
+
+    Raises: ProtocolError for a wrong number or size of frames, another major version, an unknown
+    tag or a wrong field type.
+    """
+    if not 2 <= len(frames) <= MAX_FRAMES:
+        raise ProtocolError(f"expected 2 to {MAX_FRAMES} frames, got {len(frames)}")
+    if max(map(len, frames)) > MAX_FRAME_BYTES:
+        raise ProtocolError(f"a frame exceeds {MAX_FRAME_BYTES} bytes")
+    try:
+        header = _header.decode(frames[0])
+        if header.major != WIRE_MAJOR:
+            raise ProtocolError(f"wire version {header.major}, this build speaks {WIRE_MAJOR}")
+        return Envelope(header, _body.decode(frames[1]), tuple(frames[2:]), identity)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"bad frame: {error}") from error

@@ -1,0 +1,117 @@
+"""ZeroMQ sockets with our options and envelopes. One socket, one reading task; sends are serialised
+by a lock.
+
+Every wait has a bound: a send that finds its peer's queue full for ``SEND_TIMEOUT_S`` raises, it
+does not wait for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import zmq
+import zmq.asyncio
+
+from decant.protocol.errors import ProtocolError
+from decant.protocol.messages import Message
+from decant.protocol.wire import MAX_FRAME_BYTES, Envelope, Sender, parse
+
+CONTROL_QUEUE = 1000  # messages, each way
+SEND_TIMEOUT_S = 5.0
+
+
+class PeerGone(ProtocolError):
+    """The addressed peer is not connected, or its queue stayed full."""
+
+
+def context() -> zmq.asyncio.Context:
+    """One context per process."""
+    return zmq.asyncio.Context.instance()
+
+
+class _Socket:
+    def __init__(self, kind: int, sender: Sender, queue: int = CONTROL_QUEUE) -> None:
+        self.sender = sender
+        self.num_bad_frames = 0
+        self._lock = asyncio.Lock()
+        self._socket: zmq.asyncio.Socket = context().socket(kind)
+        for option, value in (
+            (zmq.SNDHWM, queue),
+            (zmq.RCVHWM, queue),
+            (zmq.LINGER, 0),
+            (zmq.MAXMSGSIZE, MAX_FRAME_BYTES),
+            (zmq.RECONNECT_IVL, 50),
+            (zmq.RECONNECT_IVL_MAX, 1000),
+        ):
+            self._socket.setsockopt(option, value)
+
+    async def _send(self, frames: list[bytes | memoryview]) -> None:
+        async with self._lock:
+            try:
+                async with asyncio.timeout(SEND_TIMEOUT_S):
+                    await self._socket.send_multipart(frames)
+            except TimeoutError as error:
+                raise PeerGone(f"send queue full for {SEND_TIMEOUT_S} s") from error
+            except zmq.ZMQError as error:
+                if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                    raise PeerGone("the peer is not connected") from error
+                raise
+
+    def close(self) -> None:
+        """Close at once; unsent messages are dropped."""
+        self._socket.close(0)
+
+
+class Dealer(_Socket):
+    """Connects to one RouterSocket and reconnects for ever. While there is no connection, sends
+    wait, bounded.
+    """
+
+    def __init__(self, sender: Sender, endpoint: str, queue: int = CONTROL_QUEUE) -> None:
+        super().__init__(zmq.DEALER, sender, queue)
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)
+        self._socket.connect(endpoint)
+
+    async def send(
+        self, body: Message, blobs: Sequence[bytes | memoryview] = (), traceparent: str = ""
+    ) -> None:
+        """Raises: PeerGone."""
+        await self._send(self.sender.frames(body, blobs, traceparent))
+
+    async def receive(self) -> Envelope:
+        """The next good message; bad frames are counted and dropped."""
+        while True:
+            frames = await self._socket.recv_multipart()
+            try:
+                return parse(frames)
+            except ProtocolError:
+                self.num_bad_frames += 1
+
+
+class RouterSocket(_Socket):
+    """Binds an endpoint. Peers are addressed by the identity of a message that they sent."""
+
+    def __init__(self, sender: Sender, endpoint: str, queue: int = CONTROL_QUEUE) -> None:
+        super().__init__(zmq.ROUTER, sender, queue)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.bind(endpoint)
+
+    async def send(
+        self,
+        identity: bytes,
+        body: Message,
+        blobs: Sequence[bytes | memoryview] = (),
+        traceparent: str = "",
+    ) -> None:
+        """Raises: PeerGone."""
+        await self._send([identity, *self.sender.frames(body, blobs, traceparent)])
+
+    async def receive(self) -> Envelope:
+        """The next good message with its sender's identity; bad frames are counted and dropped."""
+        while True:
+            identity, *frames = await self._socket.recv_multipart()
+            try:
+                return parse(frames, identity)
+            except ProtocolError:
+                self.num_bad_frames += 1
