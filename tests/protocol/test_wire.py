@@ -3,6 +3,7 @@
 import msgpack
 import msgspec
 import pytest
+
 from decant.protocol.errors import ProtocolError
 from decant.protocol.messages import BY_TAG, TYPES, Message, TokenRun, Tokens
 from decant.protocol.wire import Sender, parse
