@@ -7,6 +7,7 @@ Model constants are not here (``engine/model_shape.py``), nor tile sizes (beside
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
 import tomllib
 import types
@@ -151,6 +152,13 @@ class Config:
         if len(path) >= 104:
             raise ConfigError(f"the run directory's name is too long for a socket: {path}")
         return f"ipc://{path}"
+
+    @property
+    def shm_prefix(self) -> str:
+        """First part of the name of every shared memory object of this set, so that ``decant down``
+        finds what a killed process left: ``decant-<8 hex digits of the run directory>-``.
+        """
+        return f"decant-{hashlib.sha256(self.run_dir.encode()).hexdigest()[:8]}-"
 
     def metrics_path(self, instance: str) -> str:
         """Unix socket of a process's Prometheus page."""
