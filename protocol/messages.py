@@ -239,8 +239,13 @@ class Failed(Message, frozen=True, tag="failed", omit_defaults=True):
 
 
 class OpenStream(Message, frozen=True, tag="open_stream", omit_defaults=True):
-    """Gateway -> tokenizer: (re)open a stream at a new attempt, as if the given ids had just been
-    sent. Blob 0: ids of all choices.
+    """Gateway -> tokenizer: (re)open a stream, as if the given ids had just been sent. Blob 0: ids
+    of all choices.
+
+    With a new attempt after a loss (tokens of it follow by themselves), or with the same attempt
+    after a tokenizer's death or a gap: then the tokenizer asks every decode with ReplayFrom for
+    each unfinished choice. In both cases it asks again each second until tokens of the attempt
+    arrive: decode and this stream may learn of an attempt in either order.
     """
 
     request_id: str
@@ -377,6 +382,9 @@ class AskEmitted(Message, frozen=True, tag="ask_emitted", omit_defaults=True):
 class Emitted(Message, frozen=True, tag="emitted", omit_defaults=True):
     """Answer to AskEmitted, after the stream was reopened at the tokenizer. Blob 0: ids of all
     choices.
+
+    Unasked, with the current attempt: the stream moved to ``tokenizer`` (the old one died); the
+    router names it in what it sends from now on.
     """
 
     request_id: str
@@ -423,7 +431,7 @@ class Reserve(Message, frozen=True, tag="reserve", omit_defaults=True):
     choices: list[int]
     num_prompt_tokens: int  # of the original prompt; the rest of blob 0 are ids that the client has
     sampling: Sampling
-    tokenizer: str
+    tokenizer: str  # instance that gets the Tokens; empty: nobody reads them (the router's canary)
     prefill: (
         str  # instance that will prefill; empty: decode prefills by itself (Prefill.where = local)
     )
@@ -597,7 +605,9 @@ class Tokens(Message, frozen=True, tag="tokens", omit_defaults=True):
 
 
 class ReplayFrom(Message, frozen=True, tag="replay_from", omit_defaults=True):
-    """Tokenizer -> decode: send the tokens of this choice again from an output position."""
+    """Tokenizer -> decode: send the tokens of this choice again from an output position. Whoever
+    asks is from now on the tokenizer of the request; a decode that does not hold it ignores it.
+    """
 
     request_id: str
     attempt: int

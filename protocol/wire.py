@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import itertools
 import secrets
+import sys
 import time
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import or_
@@ -78,3 +80,23 @@ def parse(frames: Sequence[bytes], identity: bytes = b"") -> Envelope:
         return Envelope(header, _body.decode(frames[1]), tuple(frames[2:]), identity)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"bad frame: {error}") from error
+
+
+def pack_ids(ids: Iterable[int]) -> bytes:
+    """Token ids as one blob: little-endian int32. Raises: OverflowError beyond int32."""
+    values = ids if isinstance(ids, array) and ids.typecode == "i" else array("i", ids)
+    if sys.byteorder == "big":
+        values = array("i", values)
+        values.byteswap()
+    return values.tobytes()
+
+
+def unpack_ids(blob: bytes) -> array[int]:
+    """Token ids of a blob. Raises: ProtocolError if its size is not a multiple of 4."""
+    if len(blob) % 4:
+        raise ProtocolError(f"{len(blob)} bytes are not int32 token ids")
+    values = array("i")
+    values.frombytes(blob)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values

@@ -8,7 +8,9 @@ does not wait for ever.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 import zmq
 import zmq.asyncio
@@ -19,6 +21,7 @@ from decant.protocol.wire import MAX_FRAME_BYTES, Envelope, Sender, parse
 
 CONTROL_QUEUE = 1000  # messages, each way
 SEND_TIMEOUT_S = 5.0
+OUTBOX_SIZE = 8192  # messages
 
 
 class PeerGone(ProtocolError):
@@ -115,3 +118,52 @@ class RouterSocket(_Socket):
                 return parse(frames, identity)
             except ProtocolError:
                 self.num_bad_frames += 1
+
+
+class Outbox:
+    """Sends in order on one socket without making the caller wait. Run ``run()`` as a task.
+
+    send: the socket's send. on_lost: called with the arguments of a send that raised PeerGone.
+    Bounded: ``post`` refuses when ``size`` messages wait.
+    """
+
+    def __init__(
+        self,
+        send: Callable[..., Awaitable[None]],
+        on_lost: Callable[..., None] | None = None,
+        size: int = OUTBOX_SIZE,
+    ) -> None:
+        self.num_lost = 0
+        self._send, self._on_lost, self._size = send, on_lost, size
+        self._queue: deque[tuple[Any, ...]] = deque()
+        self._wake = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def post(self, *arguments: Any) -> bool:
+        """Queue one send. False: the queue is full and the message is dropped and counted."""
+        if len(self._queue) >= self._size:
+            self.num_lost += 1
+            return False
+        self._queue.append(arguments)
+        self._wake.set()
+        return True
+
+    def clear(self) -> None:
+        """Forget what waits (its addressee is gone)."""
+        self._queue.clear()
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            while self._queue:
+                arguments = self._queue.popleft()
+                try:
+                    await self._send(*arguments)
+                except PeerGone:
+                    self.num_lost += 1
+                    if self._on_lost:
+                        self._on_lost(*arguments)
+            self._wake.clear()
+            await self._wake.wait()
