@@ -63,6 +63,9 @@ class RouterConfig:
     stall_s: float = 30.0  # busy without a step: fenced
     drain_s: float = 30.0
     max_resumes: int = 16  # of one request; then it fails
+    resumes_per_s: float = 50.0  # of all requests; more wait (bursts up to four seconds' worth)
+    canary: bool = True  # a request of the router itself, before ready and when idle
+    canary_s: float = 10.0  # between two canaries
 
 
 @dataclass(frozen=True)

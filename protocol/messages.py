@@ -181,14 +181,17 @@ class Peers(Message, frozen=True, tag="peers", omit_defaults=True):
 
 
 class Heartbeat(Message, frozen=True, tag="heartbeat", omit_defaults=True):
-    """Once a second from every process to the router."""
+    """Once a second from every process to the router, which answers Welcome (then the process knows
+    that the router lives) or Refuse("unknown ..."): say Hello again.
+    """
 
     step: int = 0  # engine steps; must grow while busy
     is_busy: bool = False
     is_ready: bool = True  # model loaded, pools mapped
     loop_lag_ms: float = 0.0
     stats: dict[str, float] = {}  # pages by state, queue depths, credits ...
-    why: str = ""
+    why: str = ""  # if not ready: one sentence
+    is_draining: bool = False  # it got SIGTERM or Drain: no new work, please
 
 
 class Drain(Message, frozen=True, tag="drain", omit_defaults=True):
@@ -350,7 +353,7 @@ class Queued(Message, frozen=True, tag="queued", omit_defaults=True):
 
 class Cancel(Message, frozen=True, tag="cancel", omit_defaults=True):
     """Idempotent, acknowledged by Cancelled, repeated by the router until then. ``attempt`` and all
-    older ones are meant.
+    older ones are meant. A worker that does not know the request answers Cancelled too.
 
     reason: client_gone, finished (all choices done or stopped by text), deadline, superseded,
     admin.

@@ -7,6 +7,7 @@ Knows nothing of requests: whatever is not membership goes to the handler.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
@@ -16,13 +17,21 @@ from decant.protocol.wire import Envelope, Sender
 from decant.services.sockets import Dealer, PeerGone
 
 Handler = Callable[[Envelope], Awaitable[None]]
-RETRY_S = 0.5
+RETRY_S = 0.25  # between two Hellos
+MISSED = 3  # heartbeats without an answer: the router is away
+UNKNOWN = "unknown"  # first word of a Refuse that asks for Hello
 
 
 class RouterLink:
-    """Run ``run()`` as a task. ``peers`` is the last membership; ``on_peers`` is called on every
-    change, ``on_router`` when another
-    router process answers (work of the old one is void)."""
+    """Run ``run()`` as a task.
+
+    ``router`` is the incarnation that welcomed us; empty: none, or it went silent. ``refused`` is
+    the reason if it does not want us. ``peers`` is the last membership. ``on_peers`` is called on
+    every change; ``on_router`` when another router process answers: work of the old one is void
+    (the new one knows none of it), drop it. A router that was silent and comes back as the same
+    process causes no call. ``hello`` may be replaced (more pools); the new one is sent by
+    ``renew()``.
+    """
 
     def __init__(
         self,
@@ -36,13 +45,15 @@ class RouterLink:
     ) -> None:
         self.hello = hello
         self.peers = Peers([])
-        self.router = ""  # incarnation of the router that welcomed us; empty: none
-        self.refused = ""  # its reason, if it refused us
+        self.router = ""
+        self.refused = ""
         self._heartbeat = heartbeat
         self._handle = handle
         self._on_peers = on_peers
         self._on_router = on_router
         self._period_s = config.router.heartbeat_s
+        self._heard_s = time.monotonic()
+        self._wake = asyncio.Event()
         self._socket = Dealer(sender, config.endpoint("router"))
 
     def find(self, service: str) -> list[Peer]:
@@ -53,6 +64,15 @@ class RouterLink:
         """Raises: PeerGone if the router is away for longer than the send timeout."""
         await self._socket.send(body, blobs)
 
+    def renew(self) -> None:
+        """Introduce ourselves again (``hello`` changed), soon."""
+        self.router = ""
+        self._wake.set()
+
+    def beat(self) -> None:
+        """Send a heartbeat now rather than at the next period (readiness or draining changed)."""
+        self._wake.set()
+
     async def run(self) -> None:
         """Until cancelled."""
         async with asyncio.TaskGroup() as tasks:
@@ -61,29 +81,38 @@ class RouterLink:
 
     async def _beat(self) -> None:
         while True:
-            # NOTE: after a restart the router does not know us and answers a heartbeat with
-            # nothing; Hello is cheap, so it is
-            # sent until Welcome arrives, and again whenever the router says Refuse("unknown").
+            # A silent router is away: its successor does not know us, so Hello is sent until
+            # Welcome arrives.
+            silent_s = time.monotonic() - self._heard_s
+            if self.router and silent_s > MISSED * self._period_s + RETRY_S:
+                self.router = ""
             with suppress(PeerGone):
-                if not self.router:
-                    await self._socket.send(self.hello)
-                else:
-                    await self._socket.send(self._heartbeat())
-            await asyncio.sleep(self._period_s if self.router else min(RETRY_S, self._period_s))
+                await self._socket.send(self._heartbeat() if self.router else self.hello)
+            self._wake.clear()
+            pause_s = self._period_s if self.router else min(RETRY_S, self._period_s)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause_s):
+                    await self._wake.wait()
 
     async def _read(self) -> None:
         last = ""
         while True:
             envelope = await self._socket.receive()
             body = envelope.body
+            self._heard_s = time.monotonic()
             if isinstance(body, Welcome):
                 self.router, self.refused, self._period_s = body.router, "", body.heartbeat_s
                 if body.router != last:
                     last = body.router
                     if self._on_router:
                         await self._on_router(body.router)
+                    self._wake.set()  # the first heartbeat says whether we are ready
             elif isinstance(body, Refuse):
-                self.router, self.refused = "", body.reason
+                self.router = ""
+                if body.reason.startswith(UNKNOWN):
+                    self._wake.set()
+                else:
+                    self.refused = body.reason
             elif isinstance(body, Peers):
                 self.peers = body
                 if self._on_peers:
