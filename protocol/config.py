@@ -76,6 +76,7 @@ class PrefillConfig:
     slots: int = 16
     chunk_tokens: int = 256
     prefix_cache: bool = True
+    devices: str = ""  # GPUs of the ranks, "0,1,2,3"; empty: what the process sees
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,7 @@ class DecodeConfig:
     slots: int = 64
     max_batch: int = 32  # sequences in one step
     growth_tokens: int = 64  # reserved beyond the prompt at admission
+    devices: str = ""  # GPUs of the ranks, "0,1,2,3"; empty: what the process sees
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,7 @@ class DraftConfig:
     num_drafts: int = 2  # k, at most
     adaptive: bool = True
     timeout_ms: float = 200.0
+    devices: str = ""  # GPUs of the ranks, "0,1,2,3"; empty: what the process sees
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ import zmq.asyncio
 from decant.protocol.errors import ProtocolError
 from decant.protocol.messages import Message
 from decant.protocol.wire import MAX_FRAME_BYTES, Envelope, Sender, parse
+from decant.services import capture
 
 CONTROL_QUEUE = 1000  # messages, each way
 SEND_TIMEOUT_S = 5.0
@@ -34,8 +35,14 @@ def context() -> zmq.asyncio.Context:
 
 
 class _Socket:
-    def __init__(self, kind: int, sender: Sender, queue: int = CONTROL_QUEUE) -> None:
+    _num_envelope = 0  # frames before the header: the identity on a ROUTER
+
+    def __init__(
+        self, kind: int, sender: Sender, endpoint: str, queue: int = CONTROL_QUEUE
+    ) -> None:
         self.sender = sender
+        self.endpoint = endpoint
+        self._capture = capture.from_environment()
         self.num_bad_frames = 0
         self._lock = asyncio.Lock()
         self._socket: zmq.asyncio.Socket = context().socket(kind)
@@ -54,12 +61,20 @@ class _Socket:
             try:
                 async with asyncio.timeout(SEND_TIMEOUT_S):
                     await self._socket.send_multipart(frames)
+                if self._capture:
+                    self._capture.write("out", self.endpoint, frames[self._num_envelope :])
             except TimeoutError as error:
                 raise PeerGone(f"send queue full for {SEND_TIMEOUT_S} s") from error
             except zmq.ZMQError as error:
                 if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                     raise PeerGone("the peer is not connected") from error
                 raise
+
+    async def _receive(self) -> list[bytes]:
+        frames = await self._socket.recv_multipart()
+        if self._capture:
+            self._capture.write("in", self.endpoint, frames[self._num_envelope :])
+        return frames
 
     def close(self) -> None:
         """Close at once; unsent messages are dropped."""
@@ -72,7 +87,7 @@ class Dealer(_Socket):
     """
 
     def __init__(self, sender: Sender, endpoint: str, queue: int = CONTROL_QUEUE) -> None:
-        super().__init__(zmq.DEALER, sender, queue)
+        super().__init__(zmq.DEALER, sender, endpoint, queue)
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
         self._socket.connect(endpoint)
 
@@ -85,7 +100,7 @@ class Dealer(_Socket):
     async def receive(self) -> Envelope:
         """The next good message; bad frames are counted and dropped."""
         while True:
-            frames = await self._socket.recv_multipart()
+            frames = await self._receive()
             try:
                 return parse(frames)
             except ProtocolError:
@@ -95,8 +110,10 @@ class Dealer(_Socket):
 class RouterSocket(_Socket):
     """Binds an endpoint. Peers are addressed by the identity of a message that they sent."""
 
+    _num_envelope = 1
+
     def __init__(self, sender: Sender, endpoint: str, queue: int = CONTROL_QUEUE) -> None:
-        super().__init__(zmq.ROUTER, sender, queue)
+        super().__init__(zmq.ROUTER, sender, endpoint, queue)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.bind(endpoint)
 
@@ -113,7 +130,7 @@ class RouterSocket(_Socket):
     async def receive(self) -> Envelope:
         """The next good message with its sender's identity; bad frames are counted and dropped."""
         while True:
-            identity, *frames = await self._socket.recv_multipart()
+            identity, *frames = await self._receive()
             try:
                 return parse(frames, identity)
             except ProtocolError:
