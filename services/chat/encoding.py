@@ -108,9 +108,7 @@ def render(prompt: Prompt) -> Pieces:
         (i for i, m in enumerate(messages) if m["role"] in ("user", "developer")), default=-1
     )
     if drops:
-        messages = [
-            m for i, m in enumerate(messages) if m["role"] != "developer" or i >= last_user
-        ]
+        messages = [m for i, m in enumerate(messages) if m["role"] != "developer" or i >= last_user]
         last_user = max(
             (i for i, m in enumerate(messages) if m["role"] in ("user", "developer")), default=-1
         )

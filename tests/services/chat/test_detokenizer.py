@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from decant.services.chat.detokenizer import Detokenizer
 from hypothesis import given
 from hypothesis import strategies as st
+
+from decant.services.chat.detokenizer import Detokenizer
 
 
 @given(st.one_of(st.text().map(str.encode), st.binary(max_size=40)), st.data())

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from decant.protocol.messages import Output
 from decant.services.chat.encoding import Prompt, render
 from decant.services.chat.markers import DSML, END_THINK, EOS, THINK, Marker
@@ -327,7 +328,7 @@ def test_pitfall_14_a_sampled_call_is_replayed_with_the_same_tokens(v4: Vocabula
         sampled = ids_of(v4, f"ok{block}{EOS}")
         name, arguments, _ = run(v4, sampled).calls[0]
         call = {"id": "call_1v", "function": {"name": name, "arguments": arguments}}
-        messages = [
+        messages: list[dict[str, Any]] = [
             {"role": "user", "content": "go"},
             {"role": "assistant", "content": "ok", "tool_calls": [call]},
         ]

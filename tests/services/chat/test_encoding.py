@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from decant.services.chat.encoding import Prompt, render
 from decant.services.chat.markers import ASSISTANT, END_THINK, THINK, Marker
 from decant.services.chat.vocabulary import Vocabulary
@@ -91,9 +92,7 @@ def test_injection_example(v4: Vocabulary) -> None:
 
 
 def test_tool_results_come_in_the_order_of_the_calls() -> None:
-    calls = [
-        {"id": i, "function": {"name": "f", "arguments": "{}"}} for i in ("first", "second")
-    ]
+    calls = [{"id": i, "function": {"name": "f", "arguments": "{}"}} for i in ("first", "second")]
     text = "".join(
         render(
             Prompt(
@@ -126,7 +125,7 @@ def test_developer_messages_of_past_turns_go_with_their_reasoning() -> None:
 
 
 def test_nothing_is_dropped_when_tools_are_declared() -> None:
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": "b"},
         {"role": "user", "content": "c"},
@@ -150,7 +149,7 @@ def test_nothing_is_dropped_when_tools_are_declared() -> None:
 )
 def test_arguments_of_past_calls(arguments: str, call_id: str, expected: str) -> None:
     call = {"id": call_id, "function": {"name": "f", "arguments": arguments}}
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "user", "content": "go"},
         {"role": "assistant", "content": "", "tool_calls": [call]},
     ]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from decant.services.chat.stops import StopMatcher
 from hypothesis import given
 from hypothesis import strategies as st
+
+from decant.services.chat.stops import StopMatcher
 
 
 def oracle(text: str, stops: list[str]) -> tuple[str, str]:
