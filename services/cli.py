@@ -81,8 +81,18 @@ def parser_for(name: str) -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    """Run one command; returns the exit code. A reader that leaves (``| head``) is no error."""
+    try:
+        code = dispatch(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OK
+
+
+def dispatch(words: list[str]) -> int:
+    """Run the command that ``words`` name; every expected failure becomes a line and a code."""
     if not words or words[0] in ("-h", "--help", "help"):
         print(overview(), end="")
         return OK if words else USAGE
@@ -96,7 +106,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = parser_for(words[0]).parse_args(words[1:])
         module = importlib.import_module(f"decant.services.commands.{COMMANDS[words[0]][0]}")
         code: int = module.run(arguments)
-        sys.stdout.flush()
         return code
     except SystemExit as end:  # argparse: 0 after --help, 2 after a usage error
         return end.code if isinstance(end.code, int) else FAILED
@@ -109,9 +118,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # the reader of our output went away: | head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return OK
 
 
 if __name__ == "__main__":

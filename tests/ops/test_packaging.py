@@ -1,0 +1,215 @@
+"""The wheel holds what the tree holds; the command line and the light processes need no torch."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+ROOMS = ("services", "engine", "kernels", "protocol", "loadgen", "supervisord")
+DATA = {".toml", ".conf", ".json", ".safetensors", ".cu", ".cuh", ".html", ".css", ".js"}
+
+
+def setuptools_table() -> dict[str, Any]:
+    table: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+    return dict(table["setuptools"])
+
+
+def tracked() -> list[Path]:
+    """Files of the rooms that belong to the repository (or would, in a copy without git)."""
+    command = ["git", "ls-files", "-co", "--exclude-standard", "--", *ROOMS]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode == 0 and done.stdout:
+        return [Path(line) for line in done.stdout.splitlines() if (ROOT / line).is_file()]
+    return [p.relative_to(ROOT) for room in ROOMS for p in (ROOT / room).rglob("*") if p.is_file()]
+
+
+def test_package_list_equals_tree() -> None:
+    table = setuptools_table()
+    folders = {p.parent for p in tracked() if p.suffix == ".py" or p.name == "py.typed"}
+    expected = {"decant." + ".".join(f.parts) for f in folders}
+    expected |= {"decant.supervisord"}
+    assert set(table["packages"]) == expected
+    assert set(table["package-dir"]) == expected
+    for name, folder in table["package-dir"].items():
+        assert name == "decant." + folder.replace("/", ".")
+
+
+def test_no_init_files() -> None:
+    assert not [p for p in tracked() if p.name == "__init__.py"]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Names in a wheel that is built from the tree as it is."""
+    out = tmp_path_factory.mktemp("wheel")
+    source = out / "source"
+    source.mkdir()
+    names = [*tracked(), Path("pyproject.toml"), Path("README.md"), Path("LICENSE")]
+    for name in names:
+        target = source / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.symlink_to(ROOT / name) if name.suffix == ".safetensors" else target.write_bytes(
+            (ROOT / name).read_bytes()
+        )
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
+    done = subprocess.run(
+        [*command, "--disable-pip-version-check", "-w", str(out), "."],
+        cwd=source, check=False, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    (file,) = out.glob("decant-*.whl")
+    with zipfile.ZipFile(file) as archive:
+        return archive.namelist()
+
+
+def test_wheel_has_every_module_and_data_file(wheel: list[str]) -> None:
+    expected = {f"decant/{p.as_posix()}" for p in tracked() if p.suffix in {".py"} | DATA}
+    missing = sorted(expected - set(wheel))
+    assert not missing, f"not in the wheel: {missing}"
+
+
+def test_wheel_has_the_command(wheel: list[str]) -> None:
+    assert any(name.endswith("entry_points.txt") for name in wheel)
+    assert not [n for n in wheel if n.endswith("__init__.py") or "/tests/" in n]
+
+
+LIGHT = [
+    "decant.services.cli",
+    "decant.services.gateway",
+    "decant.services.tokenizer",
+    "decant.services.router",
+    "decant.services.commands.up",
+    "decant.services.commands.chat",
+    "decant.services.commands.status",
+    "decant.services.commands.wire",
+    "decant.loadgen.cli",
+    "decant.protocol.wire",
+]
+
+
+def test_light_modules_do_not_import_torch() -> None:
+    present = [m for m in LIGHT if (ROOT / Path(*m.split(".")[1:]).with_suffix(".py")).exists()]
+    code = (
+        "import importlib, sys\n"
+        f"for name in {present!r}:\n"
+        "    importlib.import_module(name)\n"
+        "    assert 'torch' not in sys.modules, name\n"
+        "print('clean')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.stdout.strip() == "clean", done.stderr
+
+
+BANNED = re.compile(
+    r"^\s*(?:import|from)\s+(?:pickle|marshal|dill|cloudpickle|shelve)\b"
+    r"|\btorch\.load\(|\bsend_pyobj\b|\brecv_pyobj\b|\byaml\.(?:unsafe_)?load\("
+    r"|(?<![\w.])eval\(|(?<![\w.])exec\(|\ballow_pickle\s*=\s*True|\bshell\s*=\s*True",
+    re.MULTILINE,
+)
+
+
+def test_nothing_deserialises_code() -> None:
+    found = []
+    for path in tracked():
+        if path.suffix == ".py":
+            text = (ROOT / path).read_text()
+            found += [f"{path}: {match[0].strip()}" for match in BANNED.finditer(text)]
+    assert not found
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["import pickle\n", "from marshal import loads\n", "x = torch.load(p)\n", "eval('1')\n",
+     "yaml.load(f)\n", "subprocess.run(c, shell=True)\n"],
+)  # fmt: skip
+def test_the_ban_finds_what_it_bans(text: str) -> None:
+    assert BANNED.search(text)
+
+
+@pytest.mark.parametrize("text", ["model.eval()\n", "yaml.safe_load(f)\n", "evaluate(x)\n"])
+def test_the_ban_spares_the_rest(text: str) -> None:
+    assert not BANNED.search(text)
+
+
+def test_locks_pin_exactly_and_name_no_host() -> None:
+    for path in ROOT.glob("requirements-*.lock"):
+        for line in path.read_text().splitlines():
+            assert line.startswith("#") or re.fullmatch(r"[a-z0-9-]+==[0-9][\w.]*", line), line
+            assert "://" not in line
+
+
+def test_lock_satisfies_the_requirements() -> None:
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+    def pins(*names: str) -> dict[str, str]:
+        lines = [
+            x for n in names for x in (ROOT / f"requirements-{n}.lock").read_text().split("\n")
+        ]
+        return {n: v for n, _, v in (line.partition("==") for line in lines) if v}
+
+    extras = project["optional-dependencies"]
+    for wanted, have in (
+        (project["dependencies"], pins("cpu")),
+        (project["dependencies"] + extras["gpu"], pins("gpu")),
+        (extras["test"], pins("cpu", "test")),
+    ):
+        for text in wanted:
+            requirement = Requirement(text)
+            version = have.get(canonicalize_name(requirement.name))
+            assert version and requirement.specifier.contains(version), (text, version)
+
+
+def test_readme_names_real_commands() -> None:
+    """The lines of README's quick start: make targets exist, decant commands and options too."""
+    from decant.services.cli import COMMANDS, parser_for
+
+    text = (ROOT / "README.md").read_text()
+    makefile = (ROOT / "Makefile").read_text()
+    blocks = re.findall(r"```\w*\n(.*?)```", text, re.DOTALL)
+    lines = [line for block in blocks for line in block.splitlines()]
+    assert any(line.startswith("make run") or line.endswith("make run") for line in lines)
+    for target in re.findall(r"\bmake ([a-z][a-z-]+)", "\n".join(lines)):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+    for line in lines:
+        if line.startswith("decant "):
+            name, *words = line.split()[1:]
+            assert name in COMMANDS, line
+            known = parser_for(name).format_help()
+            for word in words:
+                if word.startswith("--"):
+                    assert word.partition("=")[0] in known, line
+
+
+def test_repository_names_no_machine() -> None:
+    """No path of a developer's machine, no package host, in what is committed."""
+    pattern = re.compile(
+        r"/(?:work|opt)/|/home/\w+/|\.\./shared|pypi\.org|pythonhosted|download\.pytorch"
+    )
+    here = Path(__file__).relative_to(ROOT)
+    names = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    allowed = {Path("Dockerfile"), Path(".dockerignore"), here}  # the image's own folders
+    found = []
+    for line in names.stdout.splitlines():
+        path = Path(line)
+        if path in allowed or path.suffix in {".safetensors", ".json", ".jsonl", ".png"}:
+            continue
+        if (ROOT / path).is_symlink() or not (ROOT / path).is_file():
+            continue
+        text = (ROOT / path).read_text(errors="replace")
+        found += [f"{path}: {match[0]}" for match in pattern.finditer(text)]
+    assert not found
