@@ -28,6 +28,9 @@ COMMANDS = {  # name -> module, one line
     "status": ("status", "show the processes, readiness and pages"),
     "restart": ("restart", "drain and restart one service"),
     "chat": ("chat", "ask the running set; without a prompt: a conversation"),
+    "bench": ("bench", "load generator: latency, throughput, goodput, acceptance"),
+    "verify-chat": ("verify_chat", "compare the chat encoding with a file of examples"),
+    "encode": ("encode", "print the prompt, and its ids, of a chat request in a file"),
     "wire": ("wire", "print captured frames between processes, without our schemas"),
 }
 

@@ -62,7 +62,7 @@ def test_help_of_every_command_is_complete(name: str, capsys: pytest.CaptureFixt
     for action in parser._actions:
         has_choices = action.choices is not None
         assert action.help or has_choices or action.dest in {
-            "temperature", "top_p", "seed", "max_tokens",
+            "temperature", "top_p", "seed", "max_tokens", "max_in_flight", "title",
         }, f"{name}: {action.dest} has no help"  # fmt: skip
 
 
