@@ -1,0 +1,603 @@
+"""The router's mind: messages and deaths in, messages and fences out. Joins membership, admission
+and the request records, pairs prefill with decode, and knows whether the set is ready.
+
+No sockets and no processes here (``router.py`` has them): ``send`` and ``fence`` are given, time
+comes from ``clock``; so the whole router runs in a test without either.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import structlog
+
+from decant.protocol import messages as m
+from decant.protocol.config import Config
+from decant.protocol.errors import InvalidRequest, NotReady, QueueFull
+from decant.protocol.wire import Envelope, pack_ids
+from decant.services.admission import Admission, Key, Waiting
+from decant.services.decisions import (
+    Count,
+    Decision,
+    Dequeue,
+    Enqueue,
+    Proved,
+    Ref,
+    State,
+    ToGateway,
+    ToWorker,
+)
+from decant.services.link import UNKNOWN
+from decant.services.membership import Fence, Health, Member, Membership
+from decant.services.records import Record
+
+NO_CHAIN_S = 30.0  # that long requests queue for a worker that is being started anew; then 503
+MAX_PREFILLING = 8  # lanes at one prefill; more wait here, where deadlines and fairness are kept
+PEERS_AGAIN_S = 5.0
+CANARY_TIMEOUT_S = 15.0
+CANARY_RETRY_S = 1.0
+CANARY_IDS = tuple(range(16, 32))
+MAX_CLOSED = 4096  # requests remembered, so that a late copy of Generate starts nothing
+WORK = (m.Reserved, m.Refused, m.Prefilled, m.Decoding, m.Preempted, m.Finished, m.Lost)
+WORKERS = ("prefill", "decode")
+
+log = structlog.get_logger()
+Send = Callable[[Member, m.Message, Sequence[bytes]], None]
+
+
+class Dispatcher:
+    """Everything runs on one event loop; no method waits."""
+
+    def __init__(
+        self,
+        config: Config,
+        incarnation: str,
+        send: Send,
+        fence: Callable[[Member, str], None],
+        clock: Callable[[], float] = time.monotonic,
+        count: Callable[[str, tuple[str, ...]], None] = lambda what, labels: None,
+    ) -> None:
+        """send: hands a message to the socket. fence: starts killing a process; whoever does it
+        calls ``ended`` when it is gone. count: metrics (``decisions.Count``).
+        """
+        self.config, self.incarnation = config, incarnation
+        self.membership = Membership(config.router, incarnation)
+        self.admission = Admission(config.router)
+        self.records: dict[str, Record] = {}
+        self.is_stopping = False
+        self._send_to, self._fence, self._clock, self._count = send, fence, clock, count
+        self._popped: dict[Key, Waiting] = {}  # placed, not reserved: where it stood in the queue
+        self._closed: OrderedDict[str, int] = OrderedDict()  # request: attempt
+        self._full_until: dict[Ref, float] = {}
+        self._complete_s: float | None = None  # when the chain was complete last
+        self._told: tuple[int, bool, str] | None = None
+        self._told_s = 0.0
+        self._proved_s = 0.0  # when a lane reached decoding last
+        self._canary = ""  # request id of the one under way
+        self._canary_tried_s = -1e9
+        self.canary_why = "no canary has run"  # "" = the last one passed
+        self.num_canary_failures = 0
+
+    # ---- readiness
+
+    def why_not_ready(self) -> str:
+        """One sentence; empty: ready."""
+        if self.is_stopping:
+            return "the router is stopping"
+        missing = self.membership.missing()
+        if missing:
+            return missing
+        if self.config.router.canary:
+            proven = all(
+                any(not x.is_on_probation for x in self.membership.usable(service))
+                for service in WORKERS
+            )
+            if not proven or self.num_canary_failures >= 2:
+                return f"the canary has not passed: {self.canary_why or 'it is running'}"
+        if not self.admission.is_open:
+            return "the queue is full"
+        return ""
+
+    # ---- events
+
+    def receive(self, envelope: Envelope) -> None:
+        """Any message."""
+        now, body, incarnation = self._clock(), envelope.body, envelope.header.incarnation
+        if isinstance(body, m.Hello):
+            self._hello(envelope, body, now)
+        elif isinstance(body, m.Heartbeat):
+            answer = self.membership.heartbeat(body, incarnation, now)
+            self._reply(envelope, answer)
+        else:
+            member = self.membership.get(incarnation)
+            if member is None or member.health is Health.FENCED:
+                self._count("stale", (_name(body),))
+                if member is None and not self.membership.was_alive(incarnation):
+                    self._reply(envelope, m.Refuse(f"{UNKNOWN}, say Hello"))
+            elif member.service in WORKERS:
+                self._from_worker(member, body, now)
+            else:
+                self._from_gateway(member, envelope, now)
+        self._after(now)
+
+    def tick(self) -> None:
+        """Several times a second: deadlines, repetitions, canary."""
+        now = self._clock()
+        for record in list(self.records.values()):
+            self._do(record, record.tick(now), now)
+        self._run_canary(now)
+        self._after(now)
+
+    def judge(self) -> None:
+        """Once a heartbeat period: silence and stalls."""
+        now = self._clock()
+        for fence in self.membership.tick(now):
+            self._kill(fence)
+        self._after(now)
+
+    def leaving(self, incarnation: str) -> Member | None:
+        """Its process has ended (seen by pid), how is being found out; ``ended`` follows."""
+        member = self.membership.get(incarnation)
+        if member is not None and member.health is not Health.FENCED:
+            member.health, member.fenced_why = Health.FENCED, "its process ended"
+            self.membership.version += 1
+            self._after(self._clock())
+        return member
+
+    def ended(self, incarnation: str, is_own_fault: bool = False) -> None:
+        """It is certain that this process runs no more. Its work goes elsewhere."""
+        now = self._clock()
+        member = self.membership.exited(incarnation)
+        if member is None:
+            return
+        log.info("process ended", who=member.instance, why=member.fenced_why, own=is_own_fault)
+        ref = Ref(member.instance, incarnation)
+        self._full_until.pop(ref, None)
+        for record in list(self.records.values()):
+            if member.service in WORKERS:
+                self._do(record, record.worker_died(ref, is_own_fault, now), now)
+            elif record.gateway == incarnation:
+                self._do(record, record.gateway_died(now), now)
+        self._after(now)
+
+    def unsent(self, member: Member, body: m.Message) -> None:
+        """``send`` could not deliver this."""
+        self._count("unsent", (_name(body),))
+        if isinstance(body, m.Reserve | m.Prefill):
+            record = self.records.get(body.request_id)
+            if record is not None and record.attempt == body.attempt:
+                now = self._clock()
+                ref = Ref(member.instance, member.incarnation)
+                self._do(record, record.send_failed(ref, now), now)
+                self._after(now)
+
+    def drain(self, instance: str, is_drained: bool) -> bool:
+        """Administrator: no new work for this process (it is told to finish and exit), or again.
+        False: unknown instance.
+        """
+        member = self.membership.drain(instance, is_drained)
+        if member is None:
+            return False
+        if is_drained:
+            self._send_to(member, m.Drain(self.config.router.drain_s), ())
+        self._after(self._clock())
+        return True
+
+    # ---- messages
+
+    def _hello(self, envelope: Envelope, hello: m.Hello, now: float) -> None:
+        incarnation = envelope.header.incarnation
+        is_new = self.membership.get(incarnation) is None
+        answer, fences = self.membership.hello(hello, incarnation, envelope.identity, now)
+        self._reply(envelope, answer)
+        for fence in fences:
+            self._kill(fence)
+        if isinstance(answer, m.Refuse):
+            log.warning("refused", who=hello.instance, why=answer.reason)
+            return
+        if is_new:
+            log.info("joined", who=hello.instance, pid_of=hello.pid, incarnation=incarnation)
+        member = self.membership.get(incarnation)
+        assert member is not None
+        self._send_to(member, self._peers(), ())
+
+    def _from_worker(self, member: Member, body: m.Message, now: float) -> None:
+        ref = Ref(member.instance, member.incarnation)
+        request_id = getattr(body, "request_id", "")
+        record = self.records.get(request_id)
+        if isinstance(body, m.Finished | m.Preempted | m.Cancelled):
+            self._full_until.pop(ref, None)  # pages came free
+        if record is not None:
+            if isinstance(body, m.Refused):
+                self._refused(ref, body, now)
+            self._do(record, record.heard(ref, body, now), now)
+        elif isinstance(body, WORK):
+            # Of a request that is closed or that an earlier router knew: nobody wants it.
+            self._count("stale", (_name(body),))
+            if not isinstance(body, m.Refused):
+                self._send_to(member, m.Cancel(request_id, body.attempt, "superseded"), ())
+        elif not isinstance(body, m.Cancelled):
+            self._count("unexpected", (_name(body),))
+
+    def _refused(self, ref: Ref, body: m.Refused, now: float) -> None:
+        if body.reason == "draining":
+            member = self.membership.get(ref.incarnation)
+            if member is not None:
+                self.membership.drain(member.instance, True)
+        elif body.reason == "busy":
+            wait_s = 0.02 if ref not in self._full_until else 0.1
+            self._full_until[ref] = now + wait_s
+
+    def _from_gateway(self, member: Member, envelope: Envelope, now: float) -> None:
+        body = envelope.body
+        match body:
+            case m.Generate():
+                self._generate(member, body, envelope, now)
+            case m.Cancel():
+                record = self._owned(member, body.request_id)
+                if record is not None:
+                    self._do(record, record.cancel(body.reason, now), now)
+                else:
+                    self._send_to(member, m.Closed(body.request_id, body.attempt), ())
+            case m.Emitted():
+                record = self._owned(member, body.request_id)
+                if record is not None:
+                    ids = envelope.blobs[0] if envelope.blobs else b""
+                    self._do(record, record.emitted(body, ids, now), now)
+            case m.StreamCredit():
+                record = self._owned(member, body.request_id)
+                if record is not None:
+                    self._do(record, record.credit(body), now)
+            case _:
+                self._count("unexpected", (_name(body),))
+
+    def _owned(self, member: Member, request_id: str) -> Record | None:
+        record = self.records.get(request_id)
+        return record if record is not None and record.gateway == member.incarnation else None
+
+    def _generate(self, member: Member, body: m.Generate, envelope: Envelope, now: float) -> None:
+        blobs = [*envelope.blobs, b"", b""]
+        known = self.records.get(body.request_id)
+        if known is not None:
+            if known.gateway == member.incarnation:
+                decisions, _ = known.resubmitted(body, blobs[1], now)
+                self._do(known, decisions, now)
+            else:
+                error = InvalidRequest("another request has this id")
+                self._send_to(member, _failed(body, error.code, error.message, 400), ())
+            return
+        if self.is_stopping:
+            return  # the gateway gets no answer and brings it to our successor
+        if self._closed.get(body.request_id, -1) >= body.attempt:
+            self._count("stale", ("generate",))
+            self._send_to(member, m.Closed(body.request_id, self._closed[body.request_id]), ())
+            return
+        try:
+            self._check_open(now)
+            if not body.emitted:
+                turned_away = self.admission.admit(body.tenant)
+                if turned_away and (victim := self.records.get(turned_away)) is not None:
+                    wait_s = self.admission.retry_after_s()
+                    message = "the queue is full and this key has the most requests in it"
+                    out = victim.fail(QueueFull.code, message, QueueFull.status, now, True, wait_s)
+                    self._do(victim, out, now)
+            record = self._record(body, blobs[0], blobs[1], member.incarnation, now, envelope)
+        except (QueueFull, NotReady) as error:
+            self._count("failed", (error.code,))
+            failed = _failed(body, error.code, error.message, error.status, error.retry_after_s)
+            self._send_to(member, failed, ())
+            return
+        except ValueError as error:
+            failed = _failed(body, InvalidRequest.code, str(error), InvalidRequest.status)
+            self._send_to(member, failed, ())
+            return
+        self._start(record, now)
+
+    def _check_open(self, now: float) -> None:
+        """Raises: NotReady if no chain has existed for a while."""
+        missing = self.membership.missing()
+        if missing and (self._complete_s is None or now - self._complete_s > NO_CHAIN_S):
+            raise NotReady(missing, 5.0)
+
+    def _record(
+        self,
+        body: m.Generate,
+        prompt: bytes,
+        emitted: bytes,
+        gateway: str,
+        now: float,
+        envelope: Envelope | None = None,
+    ) -> Record:
+        config = self.config
+        return Record(
+            body,
+            prompt,
+            emitted,
+            gateway,
+            now,
+            config.router.max_resumes,
+            config.gateway.request_timeout_s,
+            config.gateway.queue_timeout_s,
+            envelope.header.traceparent if envelope is not None else "",
+        )
+
+    def _start(self, record: Record, now: float) -> None:
+        self.records[record.request_id] = record
+        if record.attempt > 1:
+            workers = [
+                Ref(x.instance, x.incarnation)
+                for service in WORKERS
+                for x in self.membership.of(service)
+            ]
+            self._do(record, record.inherit(workers, now), now)
+        self._do(record, record.start(now), now)
+
+    # ---- decisions
+
+    def _do(self, record: Record, decisions: list[Decision], now: float) -> None:
+        for decision in decisions:
+            match decision:
+                case ToGateway(body, blobs):
+                    member = self.membership.get(record.gateway)
+                    if member is not None:
+                        self._send_to(member, body, blobs)
+                case ToWorker(worker, body, blobs):
+                    member = self.membership.get(worker.incarnation)
+                    if member is not None and member.health is not Health.FENCED:
+                        self._send_to(member, body, blobs)
+                case Enqueue():
+                    self._enqueue(record, decision)
+                case Dequeue():
+                    self.admission.remove(record.request_id)
+                    for key in [k for k in self._popped if k.request_id == record.request_id]:
+                        del self._popped[key]
+                case Proved(decode, prefill):
+                    self._proved_s = now
+                    self.membership.proved(decode.incarnation)
+                    self.membership.proved(prefill.incarnation)
+                case Count(what, labels):
+                    self._count(what, labels)
+                    if what in ("resumes", "failed"):
+                        log.info(what, rid=record.request_id, attempt=record.attempt, why=labels)
+        if record.state is State.CLOSED:
+            self._forget(record)
+
+    def _enqueue(self, record: Record, wanted: Enqueue) -> None:
+        key = Key(record.request_id, wanted.lane)
+        before = self._popped.pop(key, None)
+        if before is not None:
+            self.admission.put_back(before, wanted.not_before_s)
+            return
+        given = record.generate
+        self.admission.push(
+            key,
+            given.tenant,
+            given.priority,
+            given.num_prompt_tokens + given.sampling.max_tokens * given.num_choices,
+            wanted.not_before_s,
+            wanted.is_resume or record.is_canary,
+            record.is_suspect,
+        )
+
+    def _forget(self, record: Record) -> None:
+        if self.records.pop(record.request_id, None) is None:
+            return
+        self._closed[record.request_id] = record.attempt
+        while len(self._closed) > MAX_CLOSED:
+            self._closed.popitem(last=False)
+        if record.request_id == self._canary:
+            self._canary_done(record)
+
+    def _reply(self, envelope: Envelope, body: m.Message) -> None:
+        """Answer somebody who need not be a member."""
+        hello = m.Hello("", envelope.header.source, 0, "")
+        incarnation = envelope.header.incarnation
+        member = self.membership.get(incarnation)
+        if member is None:
+            member = Member(hello, incarnation, envelope.identity, 0.0, 0.0, 0.0)
+        self._send_to(member, body, ())
+
+    def _kill(self, fence: Fence) -> None:
+        log.warning("fencing", who=fence.member.instance, why=fence.why)
+        self._count("fenced", (fence.member.service,))
+        self._fence(fence.member, fence.why)
+
+    # ---- placement
+
+    def loads(self) -> tuple[Counter[Ref], set[Ref]]:
+        """Choices at each decode, lanes at each prefill; and workers that one suspect has alone."""
+        load: Counter[Ref] = Counter()
+        alone: set[Ref] = set()
+        for record in self.records.values():
+            for lane in record.lanes.values():
+                if lane.decode is None or lane.prefill is None or lane.state is State.DONE:
+                    continue
+                load[lane.decode] += len(lane.choices)
+                if "decode" in record.alone_in:
+                    alone.add(lane.decode)
+                if lane.state <= State.PREFILLING:
+                    load[lane.prefill] += 1
+                    if "prefill" in record.alone_in:
+                        alone.add(lane.prefill)
+        return load, alone
+
+    def pump(self) -> None:
+        """Place what can be placed; call it often while something waits."""
+        self._pump(self._clock())
+
+    def _pump(self, now: float) -> None:
+        if not len(self.admission):
+            return
+        load, alone = self.loads()
+        while (waiting := self.admission.next(now)) is not None:
+            record = self.records[waiting.key.request_id]
+            lane = record.lanes[waiting.key.lane]
+            own = record.suspect_in if record.is_suspect else set()
+            decode = self._choose("decode", len(lane.choices), load, alone, own, now)
+            prefill = self._choose("prefill", 1, load, alone, own, now)
+            if decode is None or prefill is None:
+                return
+            self._popped[waiting.key] = self.admission.pop(waiting.key, now)
+            load[decode] += len(lane.choices)
+            load[prefill] += 1
+            alone |= {w for w in (decode, prefill) if w.instance.rpartition("-")[0] in own}
+            out = record.place(waiting.key.lane, decode, prefill, now, frozenset(own))
+            self._do(record, out, now)
+
+    def _choose(
+        self,
+        service: str,
+        need: int,
+        load: Counter[Ref],
+        alone: set[Ref],
+        own: set[str],
+        now: float,
+    ) -> Ref | None:
+        """The least loaded worker that may take this now."""
+        best: Ref | None = None
+        for member in self.membership.usable(service):
+            ref = Ref(member.instance, member.incarnation)
+            limit = member.hello.limits.get("num_slots", 64)
+            if service == "prefill":
+                limit = min(limit, MAX_PREFILLING)
+            is_empty = load[ref] == 0
+            if (member.is_on_probation or service in own) and not is_empty:
+                continue  # half-open: one at a time
+            if ref in alone or self._full_until.get(ref, 0.0) > now:
+                continue
+            if load[ref] + need > limit and not is_empty:
+                continue
+            if best is None or load[ref] < load[best]:
+                best = ref
+        return best
+
+    # ---- canary
+
+    def _run_canary(self, now: float) -> None:
+        router = self.config.router
+        if not router.canary or self._canary or self.is_stopping:
+            return
+        workers = [self.membership.usable(service) for service in WORKERS]
+        if not all(workers):
+            return
+        fresh = any(all(x.is_on_probation for x in group) for group in workers)
+        pause_s = CANARY_RETRY_S if fresh or self.num_canary_failures else router.canary_s
+        is_quiet = now - self._proved_s > router.canary_s or not self._proved_s
+        if not (fresh or self.num_canary_failures or is_quiet):
+            return
+        if now - self._canary_tried_s < pause_s:
+            return
+        vocabulary = min(
+            (x.hello.limits.get("vocab_size", 1 << 30) for g in workers for x in g), default=0
+        )
+        ids = [i % max(1, vocabulary) for i in CANARY_IDS]
+        request_id = "canary-" + secrets.token_hex(8)
+        sampling = m.Sampling(temperature=0.0, max_tokens=2, ignore_eos=True)
+        deadline_ms = int((now + CANARY_TIMEOUT_S) * 1e3)
+        body = m.Generate(request_id, 1, len(ids), sampling, "", deadline_ms=deadline_ms)
+        self._canary, self._canary_tried_s = request_id, now
+        self._start(self._record(body, pack_ids(ids), b"", "", now), now)
+
+    def _canary_done(self, record: Record) -> None:
+        self._canary = ""
+        if record.failed is None:
+            self.canary_why, self.num_canary_failures = "", 0
+            self._count("canary", ("passed",))
+        else:
+            self.canary_why = record.failed.message
+            self.num_canary_failures += 1
+            self._count("canary", ("failed",))
+            log.warning("canary failed", why=self.canary_why, failures=self.num_canary_failures)
+
+    # ---- after every event
+
+    def _after(self, now: float) -> None:
+        if not self.membership.missing():
+            self._complete_s = now
+        self._pump(now)
+        why = self.why_not_ready()
+        state = self.membership.version, not why, why
+        if state != self._told or now - self._told_s > PEERS_AGAIN_S:
+            if self._told is not None and state[1:] != self._told[1:]:
+                log.info("readiness", is_ready=not why, why=why)
+            self._told, self._told_s = state, now
+            peers = self._peers()
+            for member in self.membership.all():
+                if member.health is not Health.FENCED:
+                    self._send_to(member, peers, ())
+
+    def _peers(self) -> m.Peers:
+        why = self.why_not_ready()
+        return m.Peers(self.membership.peers(), not why, why)
+
+    # ---- for the administrator and the metrics
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that are not closed, the canary left out."""
+        return sum(not r.is_canary for r in self.records.values())
+
+    def stages(self) -> Counter[str]:
+        """Requests by state."""
+        return Counter(r.stage.name.lower() for r in self.records.values())
+
+    def state(self) -> dict[str, Any]:
+        """What ``decant status`` shows."""
+        now = self._clock()
+        why = self.why_not_ready()
+        sums: Counter[str] = Counter()
+        processes = []
+        for x in sorted(self.membership.all(), key=lambda x: x.instance):
+            sums.update({k: v for k, v in x.beat.stats.items() if k.startswith("pages_")})
+            processes.append(
+                {
+                    "service": x.service,
+                    "instance": x.instance,
+                    "pid": x.hello.pid,
+                    "incarnation": x.incarnation,
+                    "build": x.hello.build,
+                    "health": x.health.value,
+                    "heartbeat_age_s": round(now - x.heard_s, 3),
+                    "uptime_s": round(now - x.joined_s, 3),
+                    "is_ready": x.beat.is_ready,
+                    "is_draining": x.is_draining,
+                    "is_on_probation": x.is_on_probation,
+                    "is_busy": x.beat.is_busy,
+                    "step": x.beat.step,
+                    "loop_lag_ms": x.beat.loop_lag_ms,
+                    "why": x.fenced_why or x.beat.why,
+                    "endpoint": x.hello.endpoint,
+                    "stats": x.beat.stats,
+                }
+            )
+        return {
+            "router": self.incarnation,
+            "is_ready": not why,
+            "why": why,
+            "processes": processes,
+            "refused": dict(self.membership.refusals),
+            "requests": dict(self.stages()),
+            "queued": len(self.admission),
+            "pages": dict(sums),
+            "canary": {
+                "is_ok": not self.canary_why,
+                "why": self.canary_why,
+                "failures": self.num_canary_failures,
+            },
+        }
+
+
+def _name(body: m.Message) -> str:
+    return str(body.__struct_config__.tag)
+
+
+def _failed(
+    body: m.Generate, code: str, message: str, status: int, retry_after_s: float = 0.0
+) -> m.Failed:
+    return m.Failed(
+        body.request_id, body.attempt, code, message, status, retry_after_s=retry_after_s
+    )
