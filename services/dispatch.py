@@ -36,6 +36,7 @@ from decant.services.membership import Fence, Health, Member, Membership
 from decant.services.records import Record
 
 NO_CHAIN_S = 30.0  # that long requests queue for a worker that is being started anew; then 503
+START_S = 10.0  # the same after our own start: the workers of our predecessor are about to join
 MAX_PREFILLING = 8  # lanes at one prefill; more wait here, where deadlines and fairness are kept
 PEERS_AGAIN_S = 5.0
 CANARY_TIMEOUT_S = 15.0
@@ -73,7 +74,7 @@ class Dispatcher:
         self._popped: dict[Key, Waiting] = {}  # placed, not reserved: where it stood in the queue
         self._closed: OrderedDict[str, int] = OrderedDict()  # request: attempt
         self._full_until: dict[Ref, float] = {}
-        self._complete_s: float | None = None  # when the chain was complete last
+        self._complete_s = clock() + START_S - NO_CHAIN_S  # when the chain was complete last
         self._told: tuple[int, bool, str] | None = None
         self._told_s = 0.0
         self._proved_s = 0.0  # when a lane reached decoding last
@@ -277,8 +278,8 @@ class Dispatcher:
             self._send_to(member, m.Closed(body.request_id, self._closed[body.request_id]), ())
             return
         try:
-            self._check_open(now)
-            if not body.emitted:
+            if body.attempt == 1:
+                self._check_open(now)
                 turned_away = self.admission.admit(body.tenant)
                 if turned_away and (victim := self.records.get(turned_away)) is not None:
                     wait_s = self.admission.retry_after_s()
@@ -300,7 +301,7 @@ class Dispatcher:
     def _check_open(self, now: float) -> None:
         """Raises: NotReady if no chain has existed for a while."""
         missing = self.membership.missing()
-        if missing and (self._complete_s is None or now - self._complete_s > NO_CHAIN_S):
+        if missing and now - self._complete_s > NO_CHAIN_S:
             raise NotReady(missing, 5.0)
 
     def _record(

@@ -474,6 +474,10 @@ class Record:
         self._stage(lane, State.DECODING, "handoff", now)
         if all(x.state >= State.DECODING for x in self.lanes.values()):
             self._decoding_s = now
+        return [] if self.is_canary else self._proof(lane)
+
+    @staticmethod
+    def _proof(lane: Lane) -> list[Decision]:
         assert lane.decode is not None and lane.prefill is not None
         return [Proved(lane.decode, lane.prefill)]
 
@@ -489,7 +493,7 @@ class Record:
         if self.stage is State.DONE:
             self._since_s = now
             if self.is_canary:
-                return self._end("finished", now)
+                return self._proof(lane) + self._end("finished", now)
         return []
 
     def _preempted(self, now: float) -> list[Decision]:
