@@ -21,6 +21,7 @@ from decant.protocol.errors import ProtocolError
 
 Done = Callable[[Exchange], None]
 MAX_ERROR_BODY = 64 << 10
+NEVER = 1 << 62
 
 
 class Connection(asyncio.Protocol):
@@ -45,6 +46,9 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         now = time.monotonic_ns()
+        if now >= self._pool.next_due_ns:
+            # many answers may be ready at once; what is due does not queue behind all of them
+            self._pool.on_due()
         exchange = self.exchange
         if exchange is None:
             self.close()  # bytes that nobody asked for
@@ -126,7 +130,9 @@ class Connection(asyncio.Protocol):
 class Pool:
     """Opens connections as needed and reuses idle ones, the last used first."""
 
-    def __init__(self, target: Target, on_done: Done) -> None:
+    def __init__(self, target: Target, on_done: Done, on_due: Callable[[], None]) -> None:
+        self.next_due_ns = NEVER  # set by the owner; ``on_due`` is called soon after
+        self.on_due = on_due
         self._origin = http1.origin(target.url)
         self._tls = ssl.create_default_context() if self._origin.is_tls else None
         self._on_done = on_done

@@ -21,7 +21,7 @@ import msgspec
 import uvloop
 
 from decant.loadgen.alarm import Alarm
-from decant.loadgen.client import Pool
+from decant.loadgen.client import NEVER, Pool
 from decant.loadgen.exchange import Exchange, body
 from decant.loadgen.plan import Job, Progress, Record, Request, Result
 
@@ -42,8 +42,8 @@ class Driver:
         self.job = job
         self.records: list[Record] = []
         self.finished = asyncio.Event()
-        self._pool = Pool(job.target, self._on_done)
-        self._alarm = Alarm(self._on_alarm)
+        self._pool = Pool(job.target, self._on_done, self._send_due)
+        self._alarm = Alarm(self._send_due)
         self._timed: deque[Request] = deque()
         self._waiting: deque[Session] = deque()  # closed loop
         self._later: dict[int, deque[Request]] = {}  # session -> turns to come
@@ -86,7 +86,7 @@ class Driver:
             for _ in range(min(self.job.concurrency, len(self._waiting))):
                 self._next_session()
         elif self._timed:
-            self._alarm.set(self.job.start_ns + self._timed[0].due_ns)
+            self._await_due()
         expiry = loop.create_task(self._expire_forever())
         if self._num_left:
             await self.finished.wait()
@@ -110,15 +110,20 @@ class Driver:
 
     # ---- sending ---------------------------------------------------------------------------------
 
-    def _on_alarm(self) -> None:
+    def _await_due(self) -> None:
+        self._pool.next_due_ns = self.job.start_ns + self._timed[0].due_ns
+        self._alarm.set(self._pool.next_due_ns)
+
+    def _send_due(self) -> None:
         timed, start = self._timed, self.job.start_ns
+        self._pool.next_due_ns = NEVER
         while timed and start + timed[0].due_ns <= time.monotonic_ns():
             if self._num_in_flight >= self.job.max_in_flight:
                 return  # the next answer calls again; the wait shows as lateness
             request = timed.popleft()
             self._send(request, start + request.due_ns)
         if timed:
-            self._alarm.set(start + timed[0].due_ns)
+            self._await_due()
 
     def _next_session(self) -> None:
         first, *rest = self._waiting.popleft()
@@ -157,7 +162,7 @@ class Driver:
         if self.job.concurrency and is_over and self._waiting:
             self._next_session()
         elif self._timed and self._num_in_flight == self.job.max_in_flight - 1:
-            self._on_alarm()
+            self._send_due()
         if not self._num_left:
             self.finished.set()
 
