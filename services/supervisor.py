@@ -138,6 +138,9 @@ def start(config: Config, lock: int) -> subprocess.Popen[bytes]:
         "PYTHONSAFEPATH": "1",
         "PYTHONUNBUFFERED": "1",
     }
+    if paths := environment.get("PYTHONPATH"):  # the programs run in another directory
+        absolute = [os.path.abspath(p) for p in paths.split(os.pathsep) if p]
+        environment["PYTHONPATH"] = os.pathsep.join(absolute)
     with open(run_dir / "logs" / "supervisord.out", "ab") as out:
         return subprocess.Popen(
             [sys.executable, "-P", "-m", "supervisor.supervisord", "-c", str(path)],
