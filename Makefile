@@ -28,10 +28,10 @@ run: $(VENV)/.$(EXTRAS)
 	@exec $(BIN)/decant up --profile $(PROFILE) --hello $(ARGS)
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m "not gpu and not tp4 and not slow" $(ARGS)
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadgroup -m "not gpu and not tp4 and not slow" $(ARGS)
 
 test-full: $(VENV)/.test
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m "not gpu and not tp4" $(ARGS)
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadgroup -m "not gpu and not tp4" $(ARGS)
 
 test-gpu: EXTRAS := gpu
 test-gpu: $(VENV)/.gpu $(VENV)/.test

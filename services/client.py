@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -165,6 +166,35 @@ class Api:
                     name = f"{part['name']} " if part.get("name") else ""
                     show("tool", name + (part.get("arguments") or ""))
         return content, reasoning, figures
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    """HTTP over a Unix socket."""
+
+    def __init__(self, path: str, timeout_s: float) -> None:
+        super().__init__("localhost", timeout=timeout_s)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
+
+
+def unix_get(path: str, page: str, timeout_s: float = 5.0) -> str:
+    """A page of a process's Unix socket (``Config.metrics_path``). Raises: ApiError."""
+    connection = _UnixConnection(path, timeout_s)
+    try:
+        connection.request("GET", page)
+        response = connection.getresponse()
+        text = response.read().decode(errors="replace")
+    except (OSError, http.client.HTTPException) as error:
+        raise ApiError(f"no answer at {path}: {error}") from error
+    finally:
+        connection.close()
+    if response.status != 200:
+        raise ApiError(_message(text, response.status), response.status)
+    return text
 
 
 def _has_text(choice: dict[str, Any]) -> bool:

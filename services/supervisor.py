@@ -51,7 +51,7 @@ def programs(config: Config) -> list[Program]:
         return Program(f"{service}-0", service, priority, environment)
 
     light = {"OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    names = [Program("router", "router", 10, light)]
+    names = [Program("router-0", "router", 10, light)]
     for i in range(config.tokenizer.instances):
         names.append(Program(f"tokenizer-{i}", "tokenizer", 20, light))
     decode, prefill, draft = config.decode, config.prefill, config.draft

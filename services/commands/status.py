@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from decant.protocol.config import Config
 from decant.services import rundir
 from decant.services.cli import NOT_READY, NOT_RUNNING, OK
-from decant.services.client import Api, ApiError
+from decant.services.client import Api, ApiError, unix_get
 from decant.services.exits import read_exits
 from decant.services.supervisor import SupervisorClient
 from decant.services.target import add_run_dir, key_of, run_dir_of, url_of
@@ -60,6 +61,9 @@ def collect(config: Config) -> dict[str, Any]:
         "is_ready": False,
         "ready": {},
     }
+    with suppress(ApiError, ValueError):
+        state = json.loads(unix_get(config.metrics_path("router-0"), "/state"))
+        result["requests"], result["pages"] = state.get("requests"), state.get("pages")
     try:
         status, body = api.call("GET", "/ready")
         result["is_ready"], result["ready"] = status == 200, body
@@ -108,4 +112,7 @@ def show(result: dict[str, Any]) -> None:
     if not result["is_ready"]:
         why = result["ready"].get("why") if isinstance(result["ready"], dict) else result["ready"]
         print(f"missing: {why}")
+    for name in ("requests", "pages"):
+        if counts := {k: v for k, v in (result.get(name) or {}).items() if v}:
+            print(f"{name}: " + ", ".join(f"{v:.0f} {k}" for k, v in counts.items()))
     print(f"logs: {Path(result['run_dir']) / 'logs'}")
