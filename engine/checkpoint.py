@@ -109,9 +109,9 @@ class Checkpoint:
                 raise CheckpointError(f"{index} names a file outside the model folder")
             files = sorted(self.folder / n for n in names)
         else:
-            files = sorted(self.folder.glob("*.safetensors"))
+            files = sorted(self.folder.glob("model*.safetensors"))
         if not files:
-            raise CheckpointError(f"no safetensors file in the model folder {self.folder}")
+            raise CheckpointError(f"no model*.safetensors file in the model folder {self.folder}")
         for path in files:
             if not path.exists():
                 raise CheckpointError(f"shard {path.name} is missing from {self.folder}")
@@ -287,6 +287,4 @@ def _check_companion(
             f"tensor {name} has dtype {scale.dtype}, expected {' or '.join(dtypes)}"
         )
     if scale.shape != size and not (size == () and scale.shape == (1,)):
-        raise CheckpointError(
-            f"tensor {name} has shape {list(scale.shape)}, expected {list(size)}"
-        )
+        raise CheckpointError(f"tensor {name} has shape {list(scale.shape)}, expected {list(size)}")

@@ -198,7 +198,7 @@ def parse_shape(table: dict[str, Any]) -> ModelShape:
     """The shape from config.json's fields. Raises: CheckpointError."""
     _refuse_other_members(table)
     layers = _whole(table, "num_hidden_layers")
-    nextn = _whole(table, "num_nextn_predict_layers", 0) if "num_nextn_predict_layers" in table else 0
+    nextn = _whole({"num_nextn_predict_layers": 0, **table}, "num_nextn_predict_layers", 0)
     if nextn > 1:
         raise CheckpointError(f"num_nextn_predict_layers is {nextn}; decant serves 0 or 1")
     ratios = table.get("compress_ratios")
@@ -244,7 +244,7 @@ def parse_shape(table: dict[str, Any]) -> ModelShape:
         yarn=_yarn(table),
         max_position_embeddings=_whole(table, "max_position_embeddings"),
         num_nextn_predict_layers=nextn,
-        bos_token_id=_whole(table, "bos_token_id", 0) if "bos_token_id" in table else 0,
+        bos_token_id=_whole({"bos_token_id": 0, **table}, "bos_token_id", 0),
         eos_token_id=eos[0] if isinstance(eos, list) and eos else int(eos),
     )
     _check_consistent(shape)

@@ -35,8 +35,9 @@ _DTYPES = {
     "I64": torch.int64,
 }
 # 2 ** (byte - 127); byte 0 is 2 ** -127, byte 255 is NaN
-E8M0 = torch.from_numpy(np.ldexp(np.float32(1), np.arange(256) - 127).astype(np.float32))
-E8M0[255] = float("nan")
+E8M0 = torch.from_numpy(
+    np.append(np.ldexp(np.float32(1), np.arange(255) - 127), np.nan).astype(np.float32)
+)
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
@@ -85,12 +86,12 @@ class WeightReader:
         elif entry.dtype == "I8":
             scale = self._scale(stem + ".scale")
             value = unpack_fp4(weight)
-            value.unflatten(-1, (-1, 32)).mul_(scale[..., None])
+            value.view(*scale.shape, 32).mul_(scale[..., None])
         elif entry.dtype == "U8":
             scale = self.raw(stem + ".weight_scale").float()
             scale = scale * self.raw(stem + ".weight_scale_2").reshape(())
             value = unpack_fp4(weight)
-            value.unflatten(-1, (-1, 16)).mul_(scale[..., None])
+            value.view(*scale.shape, 16).mul_(scale[..., None])
         else:
             return weight.float().clone() if entry.dtype == "F32" else weight.float()
         if not torch.isfinite(value).all():

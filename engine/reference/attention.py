@@ -122,7 +122,7 @@ class AttentionRunner:
         r_in = self.rounded(r)
         groups = layer.wq_b.shape[0]
         q = torch.bmm(r_in.expand(groups, -1, -1), layer.wq_b)
-        q = q.transpose(0, 1).reshape(plan.num, -1, shape.head_dim)
+        q = q.transpose(0, 1).contiguous().view(plan.num, -1, shape.head_dim)
         q = ops.rms_norm(q, eps)
         ops.rotate(q, rotations.rows[:, None], rope).mul_(self.scale)
 
@@ -217,9 +217,7 @@ class AttentionRunner:
                 entries = ops.round_kv(entries, self.shape.qk_rope_head_dim)
             pool.rows(target, number).index_copy_(0, closing.target[target], entries[: closing.num])
 
-    def pool_windows(
-        self, compressor: layers.Compressor, rows: Tensor, closing: Closing
-    ) -> Tensor:
+    def pool_windows(self, compressor: layers.Compressor, rows: Tensor, closing: Closing) -> Tensor:
         """Per-channel softmax over the positions of each window, then the norm (3.5).
 
         rows: [windows * positions, c and s]. Returns [windows, width]."""

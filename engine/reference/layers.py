@@ -31,12 +31,12 @@ def transposed(*matrices: Tensor) -> Tensor:
 
 def column_blocks(weight: Tensor, blocks: int) -> Tensor:
     """[out, in] -> [blocks, in, out / blocks]."""
-    return weight.unflatten(0, (blocks, -1)).transpose(1, 2).contiguous()
+    return weight.view(blocks, -1, weight.shape[1]).transpose(1, 2).contiguous()
 
 
 def row_shards(weight: Tensor, shards: int) -> Tensor:
     """[out, in] -> [shards, in / shards, out]."""
-    return weight.t().unflatten(0, (shards, -1)).contiguous()
+    return weight.t().contiguous().view(shards, -1, len(weight))
 
 
 @dataclass(frozen=True)

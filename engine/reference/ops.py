@@ -31,6 +31,11 @@ def round_up(n: int, unit: int) -> int:
     return -(-n // unit) * unit
 
 
+def grouped(x: Tensor, size: int) -> Tensor:
+    """A view [..., width / size, size] of the last axis."""
+    return x.view(*x.shape[:-1], -1, size)
+
+
 def rms_norm(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
     """x / sqrt(mean(x^2) + eps), times the weight. x: [..., width] float32."""
     scale = x.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
@@ -72,7 +77,7 @@ def rotate(x: Tensor, rotation: Tensor, width: int) -> Tensor:
     """Rotate the last ``width`` channels of x in place, as interleaved pairs; returns x.
 
     x: [..., dim] float32, contiguous in the last axis. rotation: broadcastable complex."""
-    torch.view_as_complex(x[..., -width:].unflatten(-1, (-1, 2))).mul_(rotation)
+    torch.view_as_complex(grouped(x[..., -width:], 2)).mul_(rotation)
     return x
 
 
@@ -122,28 +127,30 @@ def power_of_two_scale(amax: Tensor, largest: float) -> Tensor:
 
 def quantise_e4m3(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """Codes (float8_e4m3fn, shape of x) and scales [..., width / group] (float32)."""
-    parts = x.unflatten(-1, (-1, group))
+    parts = grouped(x, group)
     scale = power_of_two_scale(parts.abs().amax(-1, keepdim=True).clamp_(min=1e-4), E4M3_MAX)
     codes = (parts / scale).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
-    return codes.flatten(-2), scale[..., 0]
+    return codes.view(x.shape), scale[..., 0]
 
 
 def round_e4m3(x: Tensor, group: int) -> Tensor:
     """x through e4m3 and back, in groups of the last axis."""
     codes, scale = quantise_e4m3(x, group)
-    return codes.float().unflatten(-1, (-1, group)).mul_(scale[..., None]).flatten(-2)
+    value = grouped(codes.float(), group).mul_(scale[..., None])
+    return value.view(x.shape)
 
 
 def round_e2m1(x: Tensor, group: int = 32) -> Tensor:
     """x through e2m1 and back, in groups of the last axis; ties go to the even code."""
-    parts = x.unflatten(-1, (-1, group))
+    parts = grouped(x, group)
     amax = parts.abs().amax(-1, keepdim=True).clamp_(min=E2M1_MAX * 2.0**-126)
     scale = power_of_two_scale(amax, E2M1_MAX)
     a = (parts / scale).abs_().clamp_(max=E2M1_MAX)
     # Steps of 0.5 below 2, 1 below 4, 2 above: round() is to even in each binade.
     coarse = torch.where(a < 4, a.round(), (a * 0.5).round() * 2)
     a = torch.where(a < 2, (a * 2).round() * 0.5, coarse)
-    return a.copysign_(parts).mul_(scale).flatten(-2)
+    out: Tensor = a.copysign_(parts).mul_(scale)
+    return out.view(x.shape)
 
 
 def round_kv(x: Tensor, rope_width: int) -> Tensor:

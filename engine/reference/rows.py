@@ -54,7 +54,7 @@ class Segment:
     groups: int
     size: int  # rows per group
     is_chunk: bool
-    window_index: Tensor  # [groups * window_rows]: rows of the ring's matrix, or of the chunk buffer
+    window_index: Tensor  # [groups * window_rows]: rows of the ring's matrix, or of the buffer
     window_bias: Tensor  # [rows, 1, window_rows]
     entries: dict[int, Entries]  # by ratio
 
@@ -114,7 +114,8 @@ class RowPlanner:
     def ring_rows(self, name: str, slots: I64, positions: I64) -> I64:
         """Row of each (slot, position) in a ring's matrix."""
         stride, rows, _ = self._ring[name]
-        return slots * stride + np.maximum(positions, 0) % rows
+        out: I64 = slots * stride + np.maximum(positions, 0) % rows
+        return out
 
     def page_rows(self, name: str, tables: I64, entries: I64) -> I64:
         """Row of entry ``entries[..., i]`` of the sequences whose block tables are given."""
@@ -234,9 +235,7 @@ class RowPlanner:
                 entries[ratio] = made
         return Segment(first, groups, size, True, index(buffer), bias, entries)
 
-    def _entries(
-        self, ratio: int, positions: I64, tables: list[tuple[int, ...]]
-    ) -> Entries | None:
+    def _entries(self, ratio: int, positions: I64, tables: list[tuple[int, ...]]) -> Entries | None:
         """positions [sequences, rows each]."""
         visible = (positions + 1) // ratio  # 0 for padding
         most = int(visible.max())
@@ -257,9 +256,8 @@ class RowPlanner:
         flat = visible.reshape(-1)
         seen = np.arange(columns)[None] < flat[:, None]
         bias = np.where(seen, np.float32(0), np.float32(NEGATIVE))
-        return Entries(
-            rows, torch.from_numpy(flat), torch.from_numpy(bias[:, None]), len(tables), columns, most
-        )
+        visible_rows, masked = torch.from_numpy(flat), torch.from_numpy(bias[:, None])
+        return Entries(rows, visible_rows, masked, len(tables), columns, most)
 
     # -- state -------------------------------------------------------------------------------------
 
