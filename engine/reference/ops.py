@@ -164,7 +164,8 @@ def hadamard(size: int) -> Tensor:
     m = torch.ones(1, 1)
     while len(m) < size:
         m = torch.cat([torch.cat([m, m], 1), torch.cat([m, -m], 1)])
-    return m * size**-0.5
+    out: Tensor = m * size**-0.5
+    return out
 
 
 # -- experts ---------------------------------------------------------------------------------------
