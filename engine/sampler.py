@@ -5,9 +5,9 @@ by (seed, choice, absolute position of the drawn token) (``noise.py``). So a dra
 but the row's logits and its request: not on batch, speculation or resume.
 
 Order of processing: allowed tokens (grammar), logit bias, min_tokens (eos and stop ids masked),
-repetition penalty (prompt and output), presence and frequency penalty (output), temperature,
-top-k, top-p (within the top-k, renormalised), min-p. Logprobs are those of the model: log softmax
-of the raw logits. Ties at a border of top-k or top-p stay in.
+repetition penalty (prompt and output), presence and frequency penalty (output), temperature, top-k,
+top-p (within the top-k, renormalised), min-p. Logprobs are those of the model: log softmax of the
+raw logits. Ties at a border of top-k or top-p stay in.
 
 Source: Gumbel-max, Maddison et al. 2014 (A* sampling), section 2; nucleus, Holtzman et al. 2020.
 """
@@ -99,7 +99,7 @@ class Sampler:
             tokens[greedy] = processed[greedy].argmax(axis=1)
         random = np.flatnonzero(is_good & is_random)
         if len(random):
-            tokens[random] = self._random(processed[random], [rows[i] for i in random])
+            tokens[random] = self._random(processed[random], [rows[int(i)] for i in random])
         return [
             Draw(int(token), self._logprob(logits[i], int(token), row.sampling.logprobs))
             for i, (row, token) in enumerate(zip(rows, tokens, strict=True))
@@ -140,11 +140,9 @@ class Sampler:
         x /= np.array([[row.sampling.temperature] for row in rows], np.float32)
         perturbed = np.empty_like(x)
         for i, row in enumerate(rows):
-            perturbed[i] = self._noise(
-                row.sampling.seed, row.choice, row.position, self.vocab_size
-            )
+            perturbed[i] = self._noise(row.sampling.seed, row.choice, row.position, self.vocab_size)
         perturbed += x
-        tokens = perturbed.argmax(axis=1)
+        tokens: NDArray[np.int64] = perturbed.argmax(axis=1)
         todo = np.array([i for i in range(num) if _is_truncated(rows[i].sampling)], np.int64)
         if not len(todo):
             return tokens
@@ -195,7 +193,7 @@ class _Borders:
         self.top_k = np.array([s.top_k if s.top_k > 0 else vocab_size for s in samplings])
         self.top_p = np.array([s.top_p for s in samplings])
         self.min_p = np.array([s.min_p for s in samplings])
-        # NOTE: no dtype= in these sums: casting goes through a buffer cut by the batch.
+        # NOTE: no dtype= in these sums: a cast is buffered, and the cuts depend on the batch.
         self.total = self.weights.sum(axis=1)
         for i in np.flatnonzero((self.top_k < vocab_size) & (self.top_p < 1)):
             border = np.partition(x[i], -self.top_k[i])[-self.top_k[i]]  # the k-th greatest
