@@ -32,10 +32,19 @@ class _PromptDetails(Struct):
     cached_tokens: int | None = None
 
 
+class _Speculation(Struct):
+    """decant's extension of ``usage``."""
+
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    steps: int = 0
+
+
 class _Usage(Struct):
     prompt_tokens: int = -1
     completion_tokens: int | None = None
     prompt_tokens_details: _PromptDetails | None = None
+    speculation: _Speculation | None = None
 
 
 class _Account(Struct):
@@ -156,12 +165,17 @@ class Exchange:
                 record.num_output_tokens = usage.completion_tokens
             if usage.prompt_tokens_details is not None:
                 record.num_cached_tokens = usage.prompt_tokens_details.cached_tokens or 0
+            if (drafts := usage.speculation) is not None:
+                record.num_drafted = drafts.drafted_tokens
+                record.num_accepted = drafts.accepted_tokens
+                record.num_steps = drafts.steps
         if chunk.decant is not None:
             account = chunk.decant
             record.stages_ms = account.stages_ms
-            record.num_drafted = account.num_drafted
-            record.num_accepted = account.num_accepted
-            record.num_steps = account.num_steps
+            if account.num_steps:
+                record.num_drafted = account.num_drafted
+                record.num_accepted = account.num_accepted
+                record.num_steps = account.num_steps
             record.num_resumes = account.num_resumes
 
     @property

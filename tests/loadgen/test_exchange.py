@@ -122,6 +122,16 @@ def test_decant_account() -> None:
     assert (record.num_steps, record.num_drafted, record.num_accepted) == (3, 6, 4)
 
 
+def test_speculation_in_usage() -> None:
+    one = exchange()
+    drafts = {"drafted_tokens": 6, "accepted_tokens": 4, "steps": 3}
+    usage = {"prompt_tokens": 1, "completion_tokens": 7, "speculation": drafts}
+    one.on_event(event(choices=[], usage=usage, decant={"stages_ms": {"prefill": 1.0}}), 1)
+    record = one.record
+    assert (record.num_steps, record.num_drafted, record.num_accepted) == (3, 6, 4)
+    assert record.stages_ms == {"prefill": 1.0}
+
+
 def test_bodies() -> None:
     chat = Target("x", "m", extra={"top_p": 0.5})
     request = Request(0, system="S", user="U", max_tokens=3, seed=7)
