@@ -1,0 +1,297 @@
+"""POST /v1/completions: text or ids in, text out; several prompts, echo, fill in the middle."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from decant.protocol.errors import InvalidRequest
+from decant.protocol.messages import Output, TextDelta
+from decant.services.api import logprobs, models, sse
+from decant.services.api.chat import IGNORED, check_fields, limits_of, read_salt
+from decant.services.api.chat import read_stream_options as read_stream
+from decant.services.api.errors import unsupported
+from decant.services.api.generation import Backend, Generation, Job
+from decant.services.api.sampling import (
+    read_max_tokens,
+    read_num_choices,
+    read_sampling,
+    read_stops,
+)
+from decant.services.api.usage import Usage
+from decant.services.api.validate import Fields
+
+MAX_PROMPTS = 64
+MAX_LOGPROBS = 5
+DEFAULT_MAX_TOKENS = 16
+KNOWN = (
+    "model", "prompt", "suffix", "max_tokens", "temperature", "top_p", "top_k", "min_p",
+    "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "seed", "stop",
+    "stop_token_ids", "ignore_eos", "min_tokens", "skip_special_tokens",
+    "include_stop_str_in_output", "n", "best_of", "stream", "stream_options", "logprobs", "echo",
+    "user_id", "cache_salt", "prompt_cache_key", "priority", "regex", "ebnf", "response_format",
+    "structural_tag", *IGNORED,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Request:
+    """A validated completions request: one job a prompt."""
+
+    model: str
+    jobs: list[Job]
+    texts: list[str]  # what echo shows before each prompt's answer, "" without echo
+    echo_ids: list[list[int]]  # prompts given as ids whose text must still be found
+    is_streamed: bool
+    includes_usage: bool
+    usage_in_every_chunk: bool
+    has_logprobs: bool
+    is_echoed: bool
+    num_choices: int
+
+
+def parse(data: Any, backend: Backend, tenant: str = "") -> Request:
+    """Raises: InvalidRequest, ApiError."""
+    fields = Fields(data)
+    check_fields(fields, KNOWN, backend.config)
+    model = models.check(fields, backend.model)
+    limits = limits_of(backend)
+    prompts = _prompts(fields, limits.vocab_size)
+    is_echoed = fields.boolean("echo")
+    has_max = fields.has("max_tokens")
+    max_tokens = read_max_tokens(fields, "max_tokens", low=0)
+    if has_max and not max_tokens and not is_echoed:
+        raise fields.fail("max_tokens", "is 0, which needs echo.")
+    top = fields.integer("logprobs", -1, 0, MAX_LOGPROBS)
+    if top >= 0 and is_echoed:
+        raise unsupported("logprobs of the prompt (echo with logprobs) are not served.", "logprobs")
+    num_choices = read_num_choices(fields, limits)
+    best_of = fields.integer("best_of", num_choices, 1)
+    if best_of != num_choices:
+        raise unsupported("best_of other than n is not supported.", "best_of")
+    if len(prompts) * num_choices > max(MAX_PROMPTS, limits.max_choices):
+        raise InvalidRequest(
+            f"{len(prompts)} prompts with n = {num_choices} are too many choices.", "prompt"
+        )
+    suffix = fields.string("suffix")
+    if suffix and is_echoed:
+        raise fields.fail("suffix", "cannot be combined with echo.")
+    is_streamed, includes_usage, continuous = read_stream(fields)
+    sampling = read_sampling(fields, limits, max_tokens or DEFAULT_MAX_TOKENS, top)
+    output = Output(
+        stop=read_stops(fields),
+        include_stop=fields.boolean("include_stop_str_in_output"),
+        skip_special_tokens=fields.boolean("skip_special_tokens", True),
+        plain=True,
+        num_choices=num_choices,
+        logprobs=top >= 0,
+    )
+    salt, priority = read_salt(fields), fields.integer("priority", 0, -100, 100)
+    jobs = []
+    # max_tokens 0 with echo asks for the prompt alone: nothing is generated.
+    for prompt in prompts if not has_max or max_tokens else []:
+        kind = "ids" if isinstance(prompt, list) else "fim" if suffix else "text"
+        if kind == "fim":
+            value: Any = {"prompt": prompt, "suffix": suffix}
+        else:
+            value = prompt
+        jobs.append(
+            Job(
+                kind=kind,
+                prompt=json.dumps(value, ensure_ascii=False).encode(),
+                output=output,
+                sampling=sampling,
+                default_max_tokens=DEFAULT_MAX_TOKENS,
+                tenant=tenant,
+                cache_salt=salt,
+                priority=priority,
+            )
+        )
+    return Request(
+        model=model,
+        jobs=jobs,
+        texts=[p if is_echoed and isinstance(p, str) else "" for p in prompts],
+        echo_ids=[p if is_echoed and isinstance(p, list) else [] for p in prompts],
+        is_streamed=is_streamed,
+        includes_usage=includes_usage,
+        usage_in_every_chunk=continuous,
+        has_logprobs=top >= 0,
+        is_echoed=is_echoed,
+        num_choices=num_choices,
+    )
+
+
+def _prompts(fields: Fields, vocab_size: int) -> list[str] | list[list[int]] | list[Any]:
+    """One or several prompts, each a text or a list of token ids; none may be empty."""
+    value = fields.get("prompt")
+    if value is None:
+        raise fields.fail("prompt", "is missing.")
+    if isinstance(value, str):
+        value = [value]
+    if not isinstance(value, list) or not value:
+        raise fields.fail("prompt", "must be a text, token ids, or an array of these.")
+    if all(isinstance(v, int) for v in value):
+        value = [value]
+    if len(value) > MAX_PROMPTS:
+        raise fields.fail("prompt", f"has {len(value)} prompts, at most {MAX_PROMPTS} are allowed.")
+    for item in value:
+        if not isinstance(item, str | list) or not item:
+            raise fields.fail("prompt", "holds an empty prompt or one of a wrong type.")
+        if isinstance(item, list):
+            Fields({"prompt": item}).token_ids("prompt", 1 << 21, vocab_size)
+    return value
+
+
+def _frame(request_id: str, model: str) -> dict[str, Any]:
+    return {
+        "id": f"cmpl-{request_id}",
+        "object": "text_completion",
+        "created": int(time.time()),
+        "model": model,
+        "system_fingerprint": None,
+    }
+
+
+class Run:
+    """All generations of a request. ``async with``: leaving cancels what still runs."""
+
+    def __init__(self, backend: Backend, request: Request, request_id: str) -> None:
+        self.request, self.request_id = request, request_id
+        keeps = not request.is_streamed
+        self.generations = [Generation(backend, job, keeps) for job in request.jobs]
+        self._backend = backend
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Run:
+        for generation in self.generations:
+            await self._stack.enter_async_context(generation)
+        return self
+
+    async def __aexit__(self, *error: Any) -> None:
+        await self._stack.aclose()
+
+    async def _echoes(self) -> list[str]:
+        """Text before each prompt's answers."""
+        texts = list(self.request.texts)
+        for i, ids in enumerate(self.request.echo_ids):
+            if ids:
+                texts[i] = (await self._backend.client.detokenize(ids)).text
+        return texts
+
+    def usage(self) -> Usage:
+        total = Usage()
+        for generation in self.generations:
+            for name in vars(total):
+                setattr(total, name, getattr(total, name) + getattr(generation.usage, name))
+        return total
+
+    async def complete(self) -> dict[str, Any]:
+        """The whole answer at once."""
+        echoes = await self._echoes()
+
+        async def finish(generation: Generation) -> None:
+            async for _ in generation.batches():
+                pass
+
+        async with asyncio.TaskGroup() as tasks:
+            for generation in self.generations:
+                tasks.create_task(finish(generation))
+        choices = []
+        for p, generation in enumerate(self.generations):
+            for i, choice in enumerate(generation.choices):
+                found = None
+                if self.request.has_logprobs:
+                    found = logprobs.completions(choice.logprobs, len(echoes[p]))
+                choices.append(
+                    {
+                        "index": p * self.request.num_choices + i,
+                        "text": echoes[p] + choice.content,
+                        "logprobs": found,
+                        "finish_reason": choice.finish_reason,
+                        "matched_stop": choice.matched_stop or None,
+                    }
+                )
+        if not self.generations:
+            choices = [
+                {"index": i, "text": text, "logprobs": None, "finish_reason": "length"}
+                for i, text in enumerate(echoes)
+            ]
+        frame = _frame(self.request_id, self.request.model)
+        return {**frame, "choices": choices, "usage": self.usage().openai()}
+
+    async def stream(self) -> AsyncIterator[bytes]:
+        """Events of all prompts' answers as they come."""
+        request, frame = self.request, _frame(self.request_id, self.request.model)
+        offsets: dict[int, int] = {}
+        echoes = await self._echoes()
+
+        def chunk(index: int, text: str, delta: TextDelta | None = None) -> bytes:
+            found = None
+            if delta is not None and request.has_logprobs and delta.logprobs:
+                found = logprobs.completions(delta.logprobs, offsets.get(index, 0))
+                offsets[index] = offsets.get(index, 0) + sum(len(p.text) for p in delta.logprobs)
+            item: dict[str, Any] = {
+                "index": index,
+                "text": text,
+                "logprobs": found,
+                "finish_reason": (delta.finish_reason or None) if delta else None,
+            }
+            if delta and delta.matched_stop:
+                item["matched_stop"] = delta.matched_stop
+            value: dict[str, Any] = {**frame, "choices": [item]}
+            if request.usage_in_every_chunk:
+                value["usage"] = self.usage().openai()
+            elif request.includes_usage:
+                value["usage"] = None
+            return sse.data(value)
+
+        begun: set[int] = set()
+        if not self.generations:
+            yield b"".join(chunk(i, text) for i, text in enumerate(echoes))
+        async for p, batch in _merge(self.generations):
+            out = b""
+            for delta in batch:
+                index = p * request.num_choices + delta.choice
+                if index not in begun:
+                    begun.add(index)
+                    if echoes[p]:
+                        out += chunk(index, echoes[p])
+                        offsets[index] = len(echoes[p])
+                if delta.content or delta.finish_reason or (delta.logprobs and request.jobs):
+                    out += chunk(index, delta.content, delta)
+            yield out
+        if request.includes_usage:
+            yield sse.data({**frame, "choices": [], "usage": self.usage().openai()})
+        yield sse.DONE
+
+
+async def _merge(
+    generations: Sequence[Generation],
+) -> AsyncIterator[tuple[int, list[TextDelta]]]:
+    """Batches of all generations in the order of arrival. The first failure ends all."""
+    steps: dict[asyncio.Task[list[TextDelta]], int] = {}
+    sources = [generation.batches() for generation in generations]
+
+    async def step(source: AsyncIterator[list[TextDelta]]) -> list[TextDelta]:
+        return await anext(source, [])
+
+    for i, source in enumerate(sources):
+        steps[asyncio.ensure_future(step(source))] = i
+    try:
+        while steps:
+            done, _ = await asyncio.wait(steps, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                i = steps.pop(task)
+                batch = task.result()
+                if batch:
+                    steps[asyncio.ensure_future(step(sources[i]))] = i
+                    yield i, batch
+    finally:
+        for task in steps:
+            task.cancel()
+        await asyncio.gather(*steps, return_exceptions=True)

@@ -1,0 +1,15 @@
+"""What travels with one HTTP request inside the gateway."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from aiohttp import web
+
+from decant.services.api.generation import Generation
+
+REQUEST_ID = web.RequestKey("request_id", str)
+START_S = web.RequestKey("start_s", float)
+TENANT = web.RequestKey("tenant", str)
+ERROR = web.RequestKey("error", Exception)
+GENERATIONS: web.RequestKey[Sequence[Generation]] = web.RequestKey("generations", Sequence)

@@ -1,0 +1,65 @@
+"""Token accounts in the shapes of the APIs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass
+class Usage:
+    """Counts of one HTTP request; n > 1 counts its prompt once."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    reasoning_tokens: int = 0
+    cached_tokens: int = 0  # of the prompt, truly skipped
+    num_drafted: int = 0
+    num_accepted: int = 0
+    num_steps: int = 0
+
+    def openai(self) -> dict[str, Any]:
+        """OpenAI's fields and DeepSeek's; hit + miss = prompt_tokens.
+
+        accepted_prediction_tokens is about predictions of the client, hence 0; the draft model's
+        figures stand in the extension ``speculation``."""
+        usage: dict[str, Any] = {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens, "audio_tokens": 0},
+            "completion_tokens_details": {
+                "reasoning_tokens": self.reasoning_tokens,
+                "audio_tokens": 0,
+                "accepted_prediction_tokens": 0,
+                "rejected_prediction_tokens": 0,
+            },
+            "prompt_cache_hit_tokens": self.cached_tokens,
+            "prompt_cache_miss_tokens": self.prompt_tokens - self.cached_tokens,
+        }
+        if self.num_drafted:
+            usage["speculation"] = {
+                "drafted_tokens": self.num_drafted,
+                "accepted_tokens": self.num_accepted,
+                "steps": self.num_steps,
+            }
+        return usage
+
+    def responses(self) -> dict[str, Any]:
+        """OpenAI's Responses API."""
+        return {
+            "input_tokens": self.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": self.cached_tokens},
+            "output_tokens": self.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+        }
+
+    def anthropic(self) -> dict[str, Any]:
+        """Anthropic's Messages API: input_tokens excludes what came from the cache."""
+        return {
+            "input_tokens": self.prompt_tokens - self.cached_tokens,
+            "cache_read_input_tokens": self.cached_tokens,
+            "cache_creation_input_tokens": 0,
+            "output_tokens": self.completion_tokens,
+        }

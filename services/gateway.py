@@ -1,0 +1,388 @@
+"""Gateway process: HTTP in front of everything. Routes, keys, limits, errors, metrics.
+
+The API shapes live in ``api/``, the request's life in ``requests.py``. It knows no tensors, no
+pages and no tokenizer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import structlog
+from aiohttp import web
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+
+from decant.protocol.config import Config
+from decant.protocol.errors import ConfigError, DecantError, NotReady, QueueFull
+from decant.protocol.messages import Heartbeat
+from decant.protocol.wire import Sender
+from decant.services import metrics, model_folder, process
+from decant.services.api import chat, completions, errors, metrics_page, models, sse
+from decant.services.api.access import Keys
+from decant.services.api.context import ERROR, GENERATIONS, REQUEST_ID, START_S, TENANT
+from decant.services.api.errors import ApiError
+from decant.services.api.generation import Backend, Generation, Job
+from decant.services.api.validate import parse_json
+from decant.services.requests import RequestClient, new_request_id
+
+BODY_TIMEOUT_S = 30.0
+KEEP_ALIVE_S = 75.0
+LARGE_BODY_BYTES = 256 << 10  # parsed in a thread
+BODIES_IN_FLIGHT = 4  # times the largest body
+READY_WAIT_S = 5.0
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}\Z")
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+log = structlog.get_logger()
+
+
+class Metrics:
+    def __init__(self, registry: CollectorRegistry, client: RequestClient) -> None:
+        seconds = (0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 30, 60, 300)
+        steps = (0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1, 8)
+        self.requests = Counter(
+            "decant_http_requests",
+            "HTTP requests finished",
+            ["route", "method", "status"],
+            registry=registry,
+        )
+        self.ttft = Histogram(
+            "decant_time_to_first_token_seconds",
+            "Request received to first token",
+            buckets=(0.001, 0.005, *seconds, 640, 2560),
+            registry=registry,
+        )
+        self.e2e = Histogram(
+            "decant_e2e_request_latency_seconds",
+            "Request received to last token",
+            buckets=(*seconds, 600, 1800, 7680),
+            registry=registry,
+        )
+        self.tpot = Histogram(
+            "decant_time_per_output_token_seconds",
+            "(last - first) / (tokens - 1)",
+            buckets=steps,
+            registry=registry,
+        )
+        self.prompt = Counter("decant_prompt_tokens", "Prompt tokens", registry=registry)
+        self.generated = Counter("decant_generation_tokens", "Output tokens", registry=registry)
+        self.cached = Counter(
+            "decant_cached_prompt_tokens", "Prompt tokens skipped by the cache", registry=registry
+        )
+        self.disconnects = Counter(
+            "decant_http_disconnects", "Clients gone before the end", registry=registry
+        )
+        self.in_flight = Gauge(
+            "decant_http_requests_in_flight", "Model requests running", registry=registry
+        )
+        Gauge("decant_ready", "Admission is open", registry=registry).set_function(
+            lambda: client.is_ready
+        )
+
+
+class Gateway:
+    """Handlers and what they share."""
+
+    def __init__(self, config: Config, instance: str, client: RequestClient) -> None:
+        self.registry = metrics.registry("gateway", instance)
+        self.num_in_flight = 0
+        self.is_draining = False
+        self._config, self._instance = config, instance
+        self._client = client
+        self._model = model_folder.read(config)
+        self._backend = Backend(config.gateway, self._model, client)
+        self._keys = Keys(config.gateway)
+        self._metrics = Metrics(self.registry, client)
+        self._body_bytes = 0
+        self._open_routes: set[str] = set()
+
+    def app(self) -> web.Application:
+        app = web.Application(
+            middlewares=[self._frame, self._admit],
+            client_max_size=self._config.gateway.max_body_bytes,
+        )
+        add = app.router.add_route
+        for prefix in ("/v1", "", "/beta", "/beta/v1"):
+            add("POST", f"{prefix}/chat/completions", self._chat)
+            add("POST", f"{prefix}/completions", self._completions)
+            add("GET", f"{prefix}/models", self._models)
+            add("GET", f"{prefix}/models/{{name:.+}}", self._models)
+        for path, handler in (
+            ("/health", self._health),
+            ("/ready", self._ready),
+            ("/version", self._version),
+        ):
+            self._open_routes.add(path)
+            add("GET", path, handler)
+        add("GET", "/metrics", self._metrics_page)
+        return app
+
+    # ---- around every request ----------------------------------------------------------------
+
+    @web.middleware
+    async def _frame(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Request id, error bodies, one line of log and the counters."""
+        given = request.headers.get("X-Request-Id", "")
+        request[REQUEST_ID] = given if _REQUEST_ID.match(given) else new_request_id()
+        request[START_S] = time.monotonic()
+        status = 499
+        try:
+            try:
+                response = await handler(request)
+            except web.HTTPException as error:
+                response = self._failure(request, _from_http(error))
+            except Exception as error:
+                error = _inner(error)
+                if not isinstance(error, DecantError):
+                    log.exception("request failed", rid=request[REQUEST_ID])
+                response = self._failure(request, error)
+            status = response.status
+            if not response.prepared:
+                response.headers["X-Request-Id"] = request[REQUEST_ID]
+            return response
+        except asyncio.CancelledError:
+            self._metrics.disconnects.inc()
+            raise
+        finally:
+            self._account(request, status)
+
+    @web.middleware
+    async def _admit(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Deny by the resolved route: only those on the list are open without a key."""
+        resource = request.match_info.route.resource
+        if resource is None or resource.canonical not in self._open_routes:
+            request[TENANT] = self._keys.tenant(request)
+        return await handler(request)
+
+    def _failure(self, request: web.Request, error: Exception) -> web.Response:
+        request[ERROR] = error
+        status = getattr(error, "status", 500)
+        return web.json_response(errors.body(error), status=status, headers=errors.headers(error))
+
+    def _account(self, request: web.Request, status: int) -> None:
+        resource = request.match_info.route.resource
+        route = resource.canonical if resource else "none"
+        self._metrics.requests.labels(route, request.method, str(status)).inc()
+        now, start_s = time.monotonic(), request[START_S]
+        facts: dict[str, Any] = {}
+        for generation in request.get(GENERATIONS, ()):
+            usage = generation.usage
+            self._metrics.prompt.inc(usage.prompt_tokens)
+            self._metrics.generated.inc(usage.completion_tokens)
+            self._metrics.cached.inc(usage.cached_tokens)
+            if generation.first_s:
+                self._metrics.ttft.observe(generation.first_s - start_s)
+                self._metrics.e2e.observe(now - start_s)
+                facts["ttft_ms"] = round((generation.first_s - start_s) * 1e3, 2)
+                if usage.completion_tokens > 1:
+                    steps = usage.completion_tokens - 1
+                    self._metrics.tpot.observe((now - generation.first_s) / steps)
+            for name, value in vars(usage).items():
+                facts[name] = facts.get(name, 0) + value
+            facts["id"] = generation.request_id
+            if generation.closed is not None:
+                facts["resumes"] = generation.closed.num_resumes
+                facts["stages_ms"] = generation.closed.stages_ms
+        error = request.get(ERROR)
+        if error is not None:
+            facts["error"] = getattr(error, "code", type(error).__name__)
+        if facts or status >= 400:
+            log.info(
+                "request",
+                rid=request[REQUEST_ID],
+                route=route,
+                status=status,
+                ms=round((now - start_s) * 1e3, 2),
+                **facts,
+            )
+
+    # ---- bodies ------------------------------------------------------------------------------
+
+    async def _json(self, request: web.Request) -> Any:
+        """The body as JSON, within the limits of size and time."""
+        if request.content_type != "application/json":
+            raise ApiError(
+                415, "unsupported_media_type", "The body must have Content-Type application/json."
+            )
+        if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+            raise ApiError(415, "unsupported_media_type", "A compressed body is not accepted.")
+        limit = self._config.gateway.max_body_bytes
+        size = request.content_length or 0
+        if size > limit:
+            raise ApiError(413, "body_too_large", f"The body is larger than {limit} bytes.")
+        held = size or min(limit, 1 << 20)
+        if self._body_bytes + held > BODIES_IN_FLIGHT * limit:
+            raise QueueFull("too many large requests at once")
+        self._body_bytes += held
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                data = await request.read()
+            if len(data) > LARGE_BODY_BYTES:
+                return await asyncio.to_thread(parse_json, data)
+            return parse_json(data)
+        except TimeoutError as error:
+            raise ApiError(408, "body_timeout", "The body did not arrive in time.") from error
+        finally:
+            self._body_bytes -= held
+
+    async def _wait_ready(self) -> None:
+        """A short outage is waited for. Raises: NotReady."""
+        if self.is_draining:
+            raise NotReady("the server is shutting down")
+        deadline = time.monotonic() + READY_WAIT_S
+        while not self._client.is_ready:
+            if time.monotonic() > deadline or not self._client.peers.peers:
+                raise NotReady(f"not ready: {self._client.why}")
+            await asyncio.sleep(0.05)
+
+    # ---- the model's routes ------------------------------------------------------------------
+
+    async def _running(
+        self, request: web.Request, work: Callable[[], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        """Count a model request. Raises: QueueFull."""
+        if self.num_in_flight >= self._config.gateway.max_requests:
+            raise QueueFull(f"{self.num_in_flight} requests are running; try later")
+        self.num_in_flight += 1
+        self._metrics.in_flight.set(self.num_in_flight)
+        try:
+            await self._wait_ready()
+            return await work()
+        finally:
+            self.num_in_flight -= 1
+            self._metrics.in_flight.set(self.num_in_flight)
+
+    def _generation(self, request: web.Request, job: Job, keeps: bool) -> Generation:
+        generation = Generation(self._backend, job, keeps)
+        request[GENERATIONS] = [generation]
+        return generation
+
+    async def _send(self, request: web.Request, events: AsyncIterator[bytes]) -> web.StreamResponse:
+        return await sse.respond(
+            request, self._config.gateway, events, lambda e: sse.data(errors.body(e))
+        )
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        parsed = chat.parse(await self._json(request), self._backend, request[TENANT])
+
+        async def work() -> web.StreamResponse:
+            async with self._generation(request, parsed.job, not parsed.is_streamed) as generation:
+                if parsed.is_streamed:
+                    return await self._send(request, chat.stream(parsed, generation))
+                return web.json_response(await chat.complete(parsed, generation))
+
+        return await self._running(request, work)
+
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
+        parsed = completions.parse(await self._json(request), self._backend, request[TENANT])
+
+        async def work() -> web.StreamResponse:
+            async with completions.Run(self._backend, parsed, new_request_id()) as run:
+                request[GENERATIONS] = run.generations
+                if parsed.is_streamed:
+                    return await self._send(request, run.stream())
+                return web.json_response(await run.complete())
+
+        return await self._running(request, work)
+
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        name = request.match_info.get("name")
+        value = models.one(self._model, name) if name else models.listing(self._model)
+        return web.json_response(value)
+
+    # ---- operations --------------------------------------------------------------------------
+
+    async def _health(self, request: web.Request) -> web.StreamResponse:
+        """This process's loop runs; nothing else is asked."""
+        return web.json_response({"status": "ok"})
+
+    async def _ready(self, request: web.Request) -> web.StreamResponse:
+        """Admission: a whole chain of processes is there and open."""
+        is_ready = self._client.is_ready and not self.is_draining
+        why = "the server is shutting down" if self.is_draining else self._client.why
+        body = {"ready": is_ready, "why": "" if is_ready else why}
+        headers = {} if is_ready else {"Retry-After": "1"}
+        return web.json_response(body, status=200 if is_ready else 503, headers=headers)
+
+    async def _version(self, request: web.Request) -> web.StreamResponse:
+        return web.json_response({"version": process.build(), "model": self._model.name})
+
+    async def _metrics_page(self, request: web.Request) -> web.StreamResponse:
+        text = await metrics_page.page(self._config.run_dir, self._instance, self.registry)
+        return web.Response(text=text, headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
+
+
+def _inner(error: Exception) -> Exception:
+    """The first cause in a group that a TaskGroup raised."""
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def _from_http(error: web.HTTPException) -> Exception:
+    """aiohttp's own errors in our shape."""
+    texts = {
+        404: ("not_found", "There is no such route."),
+        405: ("method_not_allowed", "This route does not serve that method."),
+        413: ("body_too_large", "The body is too large."),
+    }
+    code, message = texts.get(error.status, ("http_error", error.reason))
+    return ApiError(error.status, code, message)
+
+
+async def main(config: Config, instance: str) -> None:
+    """Serve until told to stop and every running request has ended."""
+    stop = process.stop()
+    gateway: Gateway
+
+    def heartbeat() -> Heartbeat:
+        return Heartbeat(
+            is_busy=gateway.num_in_flight > 0,
+            loop_lag_ms=process.loop_lag_ms(),
+            stats={"in_flight": float(gateway.num_in_flight)},
+            is_draining=stop.is_set(),
+        )
+
+    host, port = config.gateway.host, config.gateway.port
+    client = RequestClient(
+        config, Sender(instance), process.build(), heartbeat, f"http://{host}:{port}"
+    )
+    gateway = Gateway(config, instance, client)
+    runner = web.AppRunner(
+        gateway.app(),
+        handler_cancellation=True,
+        keepalive_timeout=KEEP_ALIVE_S,
+        access_log=None,
+        shutdown_timeout=1.0,
+    )
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, host, port).start()
+    except OSError as error:
+        await runner.cleanup()
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+    log.info("listening", host=host, port=port)
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            running = [
+                tasks.create_task(client.run()),
+                tasks.create_task(metrics.serve(gateway.registry, config.metrics_path(instance))),
+            ]
+            await stop.wait()
+            gateway.is_draining = True
+            deadline = time.monotonic() + config.router.drain_s
+            while gateway.num_in_flight and time.monotonic() < deadline:
+                await asyncio.sleep(0.05)
+            for task in running:
+                task.cancel()
+    finally:
+        await runner.cleanup()
+
+
+if __name__ == "__main__":
+    process.run("gateway", main)
