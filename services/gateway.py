@@ -14,21 +14,22 @@ from typing import Any
 
 import structlog
 from aiohttp import web
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client import Gauge
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
 from decant.protocol.config import Config
 from decant.protocol.errors import ConfigError, DecantError, NotReady, QueueFull
 from decant.protocol.messages import Heartbeat
 from decant.protocol.wire import Sender
-from decant.services import metrics, model_folder, process
-from decant.services.api import chat, completions, errors, metrics_page, models, sse
+from decant.services import metrics, metrics_page, model_folder, process
+from decant.services.api import chat, completions, errors, models, sse
 from decant.services.api.access import Keys
 from decant.services.api.context import ERROR, GENERATIONS, REQUEST_ID, START_S, TENANT
 from decant.services.api.errors import ApiError
 from decant.services.api.generation import Backend, Generation, Job
 from decant.services.api.validate import parse_json
 from decant.services.requests import RequestClient, new_request_id
+from decant.services.serving_metrics import GatewayMetrics
 
 BODY_TIMEOUT_S = 30.0
 KEEP_ALIVE_S = 75.0
@@ -41,50 +42,6 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 log = structlog.get_logger()
 
 
-class Metrics:
-    def __init__(self, registry: CollectorRegistry, client: RequestClient) -> None:
-        seconds = (0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 30, 60, 300)
-        steps = (0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1, 8)
-        self.requests = Counter(
-            "decant_http_requests",
-            "HTTP requests finished",
-            ["route", "method", "status"],
-            registry=registry,
-        )
-        self.ttft = Histogram(
-            "decant_time_to_first_token_seconds",
-            "Request received to first token",
-            buckets=(0.001, 0.005, *seconds, 640, 2560),
-            registry=registry,
-        )
-        self.e2e = Histogram(
-            "decant_e2e_request_latency_seconds",
-            "Request received to last token",
-            buckets=(*seconds, 600, 1800, 7680),
-            registry=registry,
-        )
-        self.tpot = Histogram(
-            "decant_time_per_output_token_seconds",
-            "(last - first) / (tokens - 1)",
-            buckets=steps,
-            registry=registry,
-        )
-        self.prompt = Counter("decant_prompt_tokens", "Prompt tokens", registry=registry)
-        self.generated = Counter("decant_generation_tokens", "Output tokens", registry=registry)
-        self.cached = Counter(
-            "decant_cached_prompt_tokens", "Prompt tokens skipped by the cache", registry=registry
-        )
-        self.disconnects = Counter(
-            "decant_http_disconnects", "Clients gone before the end", registry=registry
-        )
-        self.in_flight = Gauge(
-            "decant_http_requests_in_flight", "Model requests running", registry=registry
-        )
-        Gauge("decant_ready", "Admission is open", registry=registry).set_function(
-            lambda: client.is_ready
-        )
-
-
 class Gateway:
     """Handlers and what they share."""
 
@@ -95,9 +52,12 @@ class Gateway:
         self._config, self._instance = config, instance
         self._client = client
         self._model = model_folder.read(config)
-        self._backend = Backend(config.gateway, self._model, client)
+        self._metrics = GatewayMetrics(self.registry)
+        self._backend = Backend(config.gateway, self._model, client, self._metrics)
         self._keys = Keys(config.gateway)
-        self._metrics = Metrics(self.registry, client)
+        Gauge("decant_ready", "Admission is open", registry=self.registry).set_function(
+            lambda: client.is_ready
+        )
         self._body_bytes = 0
         self._open_routes: set[str] = set()
 
@@ -146,7 +106,7 @@ class Gateway:
                 response.headers["X-Request-Id"] = request[REQUEST_ID]
             return response
         except asyncio.CancelledError:
-            self._metrics.disconnects.inc()
+            self._metrics.cancels.inc()
             raise
         finally:
             self._account(request, status)
@@ -167,21 +127,13 @@ class Gateway:
     def _account(self, request: web.Request, status: int) -> None:
         resource = request.match_info.route.resource
         route = resource.canonical if resource else "none"
-        self._metrics.requests.labels(route, request.method, str(status)).inc()
+        self._metrics.http_requests.labels(route, str(status)).inc()
         now, start_s = time.monotonic(), request[START_S]
         facts: dict[str, Any] = {}
         for generation in request.get(GENERATIONS, ()):
             usage = generation.usage
-            self._metrics.prompt.inc(usage.prompt_tokens)
-            self._metrics.generated.inc(usage.completion_tokens)
-            self._metrics.cached.inc(usage.cached_tokens)
             if generation.first_s:
-                self._metrics.ttft.observe(generation.first_s - start_s)
-                self._metrics.e2e.observe(now - start_s)
                 facts["ttft_ms"] = round((generation.first_s - start_s) * 1e3, 2)
-                if usage.completion_tokens > 1:
-                    steps = usage.completion_tokens - 1
-                    self._metrics.tpot.observe((now - generation.first_s) / steps)
             for name, value in vars(usage).items():
                 facts[name] = facts.get(name, 0) + value
             facts["id"] = generation.request_id
@@ -191,6 +143,8 @@ class Gateway:
         error = request.get(ERROR)
         if error is not None:
             facts["error"] = getattr(error, "code", type(error).__name__)
+            if status != 499:
+                self._metrics.failures.labels(facts["error"]).inc()
         if facts or status >= 400:
             log.info(
                 "request",
@@ -249,16 +203,16 @@ class Gateway:
         if self.num_in_flight >= self._config.gateway.max_requests:
             raise QueueFull(f"{self.num_in_flight} requests are running; try later")
         self.num_in_flight += 1
-        self._metrics.in_flight.set(self.num_in_flight)
+        self._metrics.http_active.set(self.num_in_flight)
         try:
             await self._wait_ready()
             return await work()
         finally:
             self.num_in_flight -= 1
-            self._metrics.in_flight.set(self.num_in_flight)
+            self._metrics.http_active.set(self.num_in_flight)
 
     def _generation(self, request: web.Request, job: Job, keeps: bool) -> Generation:
-        generation = Generation(self._backend, job, keeps)
+        generation = Generation(self._backend, job, keeps, request[START_S])
         request[GENERATIONS] = [generation]
         return generation
 
@@ -282,7 +236,7 @@ class Gateway:
         parsed = completions.parse(await self._json(request), self._backend, request[TENANT])
 
         async def work() -> web.StreamResponse:
-            async with completions.Run(self._backend, parsed, new_request_id()) as run:
+            async with completions.Run(self._backend, parsed, request[START_S]) as run:
                 request[GENERATIONS] = run.generations
                 if parsed.is_streamed:
                     return await self._send(request, run.stream())
@@ -313,7 +267,11 @@ class Gateway:
         return web.json_response({"version": process.build(), "model": self._model.name})
 
     async def _metrics_page(self, request: web.Request) -> web.StreamResponse:
-        text = await metrics_page.page(self._config.run_dir, self._instance, self.registry)
+        compat = request.query.get("compat", "")
+        if compat not in ("", "vllm", "sglang"):
+            raise ApiError(400, "invalid_request", "compat is vllm or sglang.", "compat")
+        own = {self._instance: generate_latest(self.registry).decode()}
+        text = await metrics_page.collect(self._config.run_dir, own, compat, self._model.name)
         return web.Response(text=text, headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
 
 

@@ -25,6 +25,7 @@ from decant.services.api.sampling import (
 )
 from decant.services.api.usage import Usage
 from decant.services.api.validate import Fields
+from decant.services.requests import new_request_id
 
 MAX_PROMPTS = 64
 MAX_LOGPROBS = 5
@@ -160,10 +161,10 @@ def _frame(request_id: str, model: str) -> dict[str, Any]:
 class Run:
     """All generations of a request. ``async with``: leaving cancels what still runs."""
 
-    def __init__(self, backend: Backend, request: Request, request_id: str) -> None:
-        self.request, self.request_id = request, request_id
+    def __init__(self, backend: Backend, request: Request, start_s: float) -> None:
+        self.request, self.request_id = request, new_request_id()
         keeps = not request.is_streamed
-        self.generations = [Generation(backend, job, keeps) for job in request.jobs]
+        self.generations = [Generation(backend, job, keeps, start_s) for job in request.jobs]
         self._backend = backend
         self._stack = AsyncExitStack()
 

@@ -29,6 +29,7 @@ from decant.services.api import errors
 from decant.services.api.usage import Usage
 from decant.services.model_folder import ModelFolder
 from decant.services.requests import Delta, RequestClient, Stream, new_request_id
+from decant.services.serving_metrics import GatewayMetrics
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Backend:
     config: GatewayConfig
     model: ModelFolder
     client: RequestClient
+    metrics: GatewayMetrics
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,9 @@ class Choice:
     ids: array[int] = field(default_factory=lambda: array("i"))
     finish_reason: str = ""
     matched_stop: str = ""
+    num_tokens: int = 0
+    first_s: float = 0.0  # since the request came
+    last_s: float = 0.0
 
 
 class Generation:
@@ -74,7 +79,8 @@ class Generation:
     Leaving the block cancels what still runs, on every process. ``usage`` is complete after the
     last batch; ``choices`` hold the whole text if ``keeps`` is set."""
 
-    def __init__(self, backend: Backend, job: Job, keeps: bool) -> None:
+    def __init__(self, backend: Backend, job: Job, keeps: bool, start_s: float) -> None:
+        """start_s: when the HTTP request came, CLOCK_MONOTONIC."""
         self.usage = Usage()
         self.prompt_ids: array[int] = array("i")
         self.choices = [Choice() for _ in range(job.output.num_choices)]
@@ -82,7 +88,7 @@ class Generation:
         self.max_tokens = 0
         self.first_s = 0.0  # time of the first token, CLOCK_MONOTONIC
         self.request_id = new_request_id()
-        self._backend, self._job, self._keeps = backend, job, keeps
+        self._backend, self._job, self._keeps, self._start_s = backend, job, keeps, start_s
         self._stream: Stream | None = None
 
     async def __aenter__(self) -> Generation:
@@ -106,6 +112,9 @@ class Generation:
             self.usage.prompt_tokens = len(prompt.ids)
             sampling = self._bounded(len(prompt.ids))
             self.max_tokens = sampling.max_tokens
+            self._backend.metrics.request(
+                len(prompt.ids), job.output.num_choices, sampling.max_tokens
+            )
             timeout_ms = int(self._backend.config.request_timeout_s * 1000)
             self._stream = await client.generate(
                 prompt,
@@ -171,6 +180,17 @@ class Generation:
         choice = self.choices[text.choice]
         choice.finish_reason = text.finish_reason or choice.finish_reason
         choice.matched_stop = text.matched_stop or choice.matched_stop
+        now_s = time.monotonic() - self._start_s
+        if delta.ids:
+            is_first = not choice.num_tokens
+            gap_s = now_s if is_first else now_s - choice.last_s
+            choice.first_s, choice.last_s = now_s if is_first else choice.first_s, now_s
+            choice.num_tokens += len(delta.ids)
+            self._backend.metrics.tokens(len(delta.ids), gap_s, is_first)
+        if text.finish_reason:
+            self._backend.metrics.choice(
+                text.finish_reason, choice.num_tokens, choice.first_s, now_s
+            )
         if not self._keeps:
             return
         choice.content += text.content
@@ -187,6 +207,9 @@ class Generation:
         self.usage.num_drafted = closed.num_drafted
         self.usage.num_accepted = closed.num_accepted
         self.usage.num_steps = closed.num_steps
+        self._backend.metrics.closed(
+            self.usage.cached_tokens, closed.num_accepted, closed.num_steps, closed.stages_ms
+        )
 
 
 def _join_tool(a: ToolDelta, b: ToolDelta) -> ToolDelta:
