@@ -80,8 +80,8 @@ class CpuEngine:
         heads = shape.num_attention_heads
         if model.trunk:
             heads = len(model.trunk[0].attn.sink)
-        self._planner = RowPlanner(layout, heads)
-        self._mtp_planner = RowPlanner(layout, heads, mtp=True) if model.mtp else None
+        self.planner = RowPlanner(layout, heads)
+        self.mtp_planner = RowPlanner(layout, heads, mtp=True) if model.mtp else None
         self._peers = PeerPools(layout, pool.handle.rank)
         stride = layout.slot_stride // (shape.hc_mult * shape.hidden_size)
         self._streams_stride = stride
@@ -100,7 +100,7 @@ class CpuEngine:
         if not plan.decode and plan.chunk is None:
             empty = np.zeros((0, shape.hc_mult, shape.hidden_size), np.float32)
             return StepResult(np.zeros((0, shape.vocab_size), np.float32), empty)
-        rows = self._planner.plan(plan.decode, plan.chunk)
+        rows = self.planner.plan(plan.decode, plan.chunk)
         streams = self.model.run_trunk(rows, self.pool)
         chosen: list[int] = []
         last: list[int] = []
@@ -130,7 +130,7 @@ class CpuEngine:
         """MTP window keys of positions start - 1 .. end - 2; that of end - 1 waits for its token.
 
         Only positions that a later query can see are computed."""
-        if self._mtp_planner is None:
+        if self.mtp_planner is None:
             return
         tokens = np.asarray(chunk.token_ids, np.int64)
         before = streams[:-1]
@@ -146,7 +146,7 @@ class CpuEngine:
             return
         start += len(tokens) - keep
         keys = PrefillChunk(chunk.slot, start, tokens[-keep:].astype(np.int32), ())
-        plan = self._mtp_planner.plan((), keys)
+        plan = self.mtp_planner.plan((), keys)
         padded = torch.zeros(plan.num, *streams.shape[1:])
         padded[:keep] = before[-keep:]
         self.model.write_mtp_keys(plan, padded, self.pool)

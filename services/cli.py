@@ -29,6 +29,7 @@ COMMANDS = {  # name -> module, one line
     "restart": ("restart", "drain and restart one service"),
     "chat": ("chat", "ask the running set; without a prompt: a conversation"),
     "bench": ("bench", "load generator: latency, throughput, goodput, acceptance"),
+    "verify": ("verify", "run fixtures through the engine and compare with expected values"),
     "verify-chat": ("verify_chat", "compare the chat encoding with a file of examples"),
     "encode": ("encode", "print the prompt, and its ids, of a chat request in a file"),
     "wire": ("wire", "print captured frames between processes, without our schemas"),
