@@ -260,8 +260,8 @@ def state_of(f: Fixture, total: int) -> dict[str, Tensor]:
             )
             for p in range(-(-count // part.rows))
         ]
-        rows = torch.cat(pages) if pages else torch.empty(0, part.width)
-        out[f"{'index_entries' if name == 'index' else 'entries'}.layer{layer}"] = rows
+        kind = "index_entries" if name == "index" else "entries"
+        out[f"{kind}.layer{layer}"] = torch.cat(pages) if pages else torch.empty(0, part.width)
     return out
 
 
