@@ -46,6 +46,7 @@ class RouterLink:
         self.hello = hello
         self.peers = Peers([])
         self.router = ""
+        self.last_router = ""  # as ``router``, but stays while it is silent
         self.refused = ""
         self._heartbeat = heartbeat
         self._handle = handle
@@ -95,15 +96,14 @@ class RouterLink:
                     await self._wake.wait()
 
     async def _read(self) -> None:
-        last = ""
         while True:
             envelope = await self._socket.receive()
             body = envelope.body
             self._heard_s = time.monotonic()
             if isinstance(body, Welcome):
                 self.router, self.refused, self._period_s = body.router, "", body.heartbeat_s
-                if body.router != last:
-                    last = body.router
+                if body.router != self.last_router:
+                    self.last_router = body.router
                     if self._on_router:
                         await self._on_router(body.router)
                     self._wake.set()  # the first heartbeat says whether we are ready

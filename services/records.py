@@ -38,8 +38,9 @@ ASK_FOR_S = 40.0  # without an answer the gateway does not want it any more
 RESERVE_S = 10.0  # for Reserved or Refused
 PREFILL_S = 120.0  # from Prefill to Decoding, plus one second for each PREFILL_TOKENS_PER_S tokens
 PREFILL_TOKENS_PER_S = 100
-DONE_S = 90.0  # after decode's last token, for the gateway's Cancel(finished)
+DONE_S = 30.0  # after decode's last token, for the gateway's Cancel(finished); then it is asked
 ACCOUNTS_S = 0.25  # after Cancel(finished), for decode's Finished
+DOUBT_S = 8.0  # without a token in DECODING, as the gateway says
 ISOLATE_S = 0.5  # a suspect that decodes alone for so long did not kill at once
 MAX_PREEMPTIONS = 256
 BACKOFF_S = (0.02, 1.0)  # after Refused(busy): first, longest
@@ -108,6 +109,7 @@ class Record:
         self._was_placed = False
         self._since_s = now
         self._asked_s = 0.0
+        self._doubted = (0, 0, 0.0)  # attempt, ids that the client had, when
         self._resume_at_s = 0.0
         self._decoding_s = 0.0  # since when all unfinished lanes decode; 0: they do not
         self._debts: dict[Ref, _Debt] = {}
@@ -174,7 +176,8 @@ class Record:
         if self.state >= State.CANCELLING or generate.attempt < self.attempt:
             return [Count("stale", ("generate",))], False
         if generate.attempt == self.attempt:
-            return [ToGateway(m.Queued(self.request_id, self.attempt))], False
+            queued = ToGateway(m.Queued(self.request_id, self.attempt))
+            return [queued, *self._doubt(generate, now)], False
         out = self._drop_attempt(generate.attempt, now)
         try:
             self._take(generate.emitted, emitted)
@@ -185,6 +188,20 @@ class Record:
         return [*out, ToGateway(m.Queued(self.request_id, self.attempt))] + self._open_lanes(
             now
         ), True
+
+    def _doubt(self, generate: m.Generate, now: float) -> list[Decision]:
+        """The gateway submits an accepted request again if no token comes. Twice without progress
+        while we believe that it decodes: some word of a worker was lost.
+        """
+        seen = sum(c.num_ids for c in generate.emitted)
+        before, self._doubted = self._doubted, (self.attempt, seen, now)
+        is_same = before[:2] == (self.attempt, seen)
+        if not is_same or self.stage is not State.DECODING:
+            return []
+        if now - before[2] < DOUBT_S:
+            self._doubted = before
+            return []
+        return self.lose("no_tokens", now)
 
     def cancel(self, reason: str, now: float) -> list[Decision]:
         """The gateway, or the administrator, ends the request, whatever the attempt."""
@@ -374,7 +391,7 @@ class Record:
             if not self._since_s:
                 self._since_s = now
             if now - self._since_s > DONE_S:
-                return out + self._end("finished", now)
+                return out + self.lose("end_not_confirmed", now)
             return out
         limit_s = PREFILL_S + self.generate.num_prompt_tokens / PREFILL_TOKENS_PER_S
         for lane in self.lanes.values():
@@ -484,6 +501,8 @@ class Record:
     def _finished_choice(self, worker: Ref, body: m.Finished, now: float) -> list[Decision]:
         lane = next((x for x in self.lanes.values() if body.choice in x.choices), None)
         if lane is None or lane.decode != worker or lane.state < State.PREFILLING:
+            return [Count("stale", ("finished",))]
+        if body.choice in lane.finished:
             return [Count("stale", ("finished",))]
         lane.finished.add(body.choice)
         self._finished.setdefault(body.choice, body)

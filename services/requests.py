@@ -23,7 +23,6 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import NamedTuple
 
 import structlog
@@ -33,14 +32,15 @@ from decant.protocol.config import Config
 from decant.protocol.errors import DecantError, NotReady
 from decant.protocol.wire import Envelope, Sender, pack_ids, unpack_ids
 from decant.services.link import RouterLink
-from decant.services.sockets import Dealer, Outbox, PeerGone
+from decant.services.sockets import Dealer, Outbox
 
 ENCODE_TIMEOUT_S = 30.0
 ROUTER_AWAY_S = 30.0  # after that, requests in flight fail
 SWEEP_S = 0.25
 RESEND_S = 1.0  # Generate without an answer, Cancel without Closed
 REOPEN_S = 0.5  # between two attempts to close a gap in a stream
-IDLE_S = 5.0  # without a delta: open the stream again (a message may be lost)
+IDLE_S = 5.0  # without a delta: open the stream and submit again (a message may be lost) ...
+MAX_IDLE_S = 60.0  # ... and after twice that time, at most so much
 CLOSE_WAIT_S = 3.0  # for the accounts after the last token
 MAX_BUFFERED_IDS = 512  # then decode is told to park the request
 MAX_BUFFERED_HARD = 65536  # then the request is cancelled
@@ -111,8 +111,9 @@ class Stream:
         self._client = client
         self._events: deque[Event] = deque()
         self._wake = asyncio.Event()
+        self.idle_s = IDLE_S
         self._num_buffered = 0
-        self._is_parked = False
+        self.is_parked = False
         self.cancel_reason = ""
         self.accepted: asyncio.Future[m.Failed | None] | None = None
         self.sent_s = self.delta_s = self.reopened_s = self.finished_s = time.monotonic()
@@ -134,7 +135,7 @@ class Stream:
         event = self._events.popleft()
         if isinstance(event, Delta):
             self._num_buffered -= max(1, len(event.ids))
-            if self._is_parked and self._num_buffered < MAX_BUFFERED_IDS // 4:
+            if self.is_parked and self._num_buffered < MAX_BUFFERED_IDS // 4:
                 self._park(False)
         return event
 
@@ -165,7 +166,7 @@ class Stream:
         self._events.append(event)
         if isinstance(event, Delta):
             self._num_buffered += max(1, len(event.ids))
-            if self._num_buffered > MAX_BUFFERED_IDS and not self._is_parked:
+            if self._num_buffered > MAX_BUFFERED_IDS and not self.is_parked:
                 self._park(True)
         else:
             self.is_over = True
@@ -182,7 +183,7 @@ class Stream:
         return self._num_buffered
 
     def _park(self, is_parked: bool) -> None:
-        self._is_parked = is_parked
+        self.is_parked = is_parked
         self._client._post(m.StreamCredit(self.request_id, self.attempt, not is_parked))
 
 
@@ -426,6 +427,9 @@ class RequestClient:
 
     async def _handle(self, envelope: Envelope) -> None:
         body = envelope.body
+        if envelope.header.incarnation != self._link.last_router:
+            self.num_stale += 1  # of a router that has been replaced
+            return
         match body:
             case m.Closed():
                 if body.request_id in self._cancels:
@@ -655,7 +659,7 @@ class RequestClient:
                 self._reopen(stream)
             return
         have.extend(ids)
-        stream.delta_s = now
+        stream.delta_s, stream.idle_s = now, IDLE_S
         self._accept(stream)
         if delta.finish_reason:
             stream.is_finished[delta.choice] = True
@@ -700,6 +704,8 @@ class RequestClient:
         elif stream.accepted is not None and not stream.accepted.done():
             if self._link.router and now - stream.sent_s > RESEND_S:
                 self._submit(stream)
-        elif now - stream.delta_s > IDLE_S:
-            with suppress(PeerGone):
-                self._reopen(stream)
+        elif now - stream.delta_s > stream.idle_s and not stream.is_parked:
+            # Both are idempotent: they mend what a lost message broke, else nothing happens.
+            stream.idle_s = min(2 * stream.idle_s, MAX_IDLE_S)
+            self._reopen(stream)
+            self._submit(stream)

@@ -43,7 +43,7 @@ async def main(config: Config, instance: str) -> None:
                     router.outbox.run(),
                     router.tick(),
                     router.judge(),
-                    admin.serve(router.dispatcher, router.metrics, config.metrics_path(instance)),
+                    admin.serve(router.dispatcher, router.metrics, config.metrics_path("router")),
                 )
             ]
             await process.stop().wait()
