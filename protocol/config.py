@@ -31,37 +31,37 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class GatewayConfig:
-    host: str = "127.0.0.1"
-    port: int = 8000
-    max_body_bytes: int = 32 << 20
+    host: str = "127.0.0.1"  # address to listen on; others than loopback need keys_file
+    port: int = 8000  # 0: a free one
+    max_body_bytes: int = 32 << 20  # of a request; more: 413
     max_requests: int = 256  # in flight; more: 429
-    max_choices: int = 16
+    max_choices: int = 16  # n, at most
     keys_file: str = ""  # one key a line; empty: open (only on loopback)
-    queue_timeout_s: float = 60.0
-    request_timeout_s: float = 600.0
+    queue_timeout_s: float = 60.0  # wait for the first token at most this long
+    request_timeout_s: float = 600.0  # of a whole request
     default_max_tokens: int = 512  # chat, where the client gave none
-    default_thinking: bool = False
-    strict_fields: bool = False
-    strict_deepseek: bool = False
-    ignore_sampling_in_thinking: bool = False
-    slow_reader_s: float = 30.0
-    first_byte_s: float = 5.0
+    default_thinking: bool = False  # where the client does not say
+    strict_fields: bool = False  # refuse unknown request fields instead of ignoring them
+    strict_deepseek: bool = False  # refuse what DeepSeek's API refuses
+    ignore_sampling_in_thinking: bool = False  # as DeepSeek's API does
+    slow_reader_s: float = 30.0  # a client that reads nothing for so long is cut off
+    first_byte_s: float = 5.0  # a comment is sent if there is no token by then, and again and again
 
 
 @dataclass(frozen=True)
 class TokenizerConfig:
-    instances: int = 1
-    max_streams: int = 1024
+    instances: int = 1  # processes
+    max_streams: int = 1024  # open output streams of one process
 
 
 @dataclass(frozen=True)
 class RouterConfig:
     max_queued: int = 512  # requests waiting for a reservation; more: 429
-    heartbeat_s: float = 1.0
-    suspect_s: float = 3.0
-    dead_s: float = 10.0
+    heartbeat_s: float = 1.0  # between two heartbeats of a process
+    suspect_s: float = 3.0  # without a heartbeat: no new work
+    dead_s: float = 10.0  # without a heartbeat: fenced, its requests resume elsewhere
     stall_s: float = 30.0  # busy without a step: fenced
-    drain_s: float = 30.0
+    drain_s: float = 30.0  # a stopping process may finish its work for so long
     max_resumes: int = 16  # of one request; then it fails
     resumes_per_s: float = 50.0  # of all requests; more wait (bursts up to four seconds' worth)
     canary: bool = True  # a request of the router itself, before ready and when idle
@@ -70,21 +70,21 @@ class RouterConfig:
 
 @dataclass(frozen=True)
 class PrefillConfig:
-    tp: int = 1
-    threads: int = 1
-    pages: int = 96
-    slots: int = 16
-    chunk_tokens: int = 256
-    prefix_cache: bool = True
+    tp: int = 1  # ranks of the group: 1, 2, 4 or 8
+    threads: int = 1  # CPU threads of each rank
+    pages: int = 96  # KV pages of the pool
+    slots: int = 16  # sequences under way or waiting for their release, at most
+    chunk_tokens: int = 256  # of a prompt, in one engine step
+    prefix_cache: bool = True  # keep pages of prompts and skip what is found again
     devices: str = ""  # GPUs of the ranks, "0,1,2,3"; empty: what the process sees
 
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    tp: int = 1
-    threads: int = 1
-    pages: int = 384
-    slots: int = 64
+    tp: int = 1  # ranks of the group: 1, 2, 4 or 8
+    threads: int = 1  # CPU threads of each rank
+    pages: int = 384  # KV pages of the pool
+    slots: int = 64  # sequences in the batch, reserved or parked, at most
     max_batch: int = 32  # sequences in one step
     growth_tokens: int = 64  # reserved beyond the prompt at admission
     devices: str = ""  # GPUs of the ranks, "0,1,2,3"; empty: what the process sees
@@ -92,12 +92,12 @@ class DecodeConfig:
 
 @dataclass(frozen=True)
 class DraftConfig:
-    enabled: bool = True
-    tp: int = 1
-    threads: int = 1
+    enabled: bool = True  # draft tokens at all
+    tp: int = 1  # ranks of the group: 1, 2, 4 or 8
+    threads: int = 1  # CPU threads of each rank
     num_drafts: int = 2  # k, at most
-    adaptive: bool = True
-    timeout_ms: float = 200.0
+    adaptive: bool = True  # k follows measured acceptance and load
+    timeout_ms: float = 200.0  # a step waits so long for drafts, then goes on without
     devices: str = ""  # GPUs of the ranks, "0,1,2,3"; empty: what the process sees
 
 
@@ -105,7 +105,7 @@ class DraftConfig:
 class KVConfig:
     page_tokens: int = 256  # a multiple of 128
     max_drafts: int = 3  # ring rows
-    checksums: bool = True
+    checksums: bool = True  # crc32 of every page that is handed over
 
 
 @dataclass(frozen=True)
@@ -114,11 +114,11 @@ class Config:
     0700.
     """
 
-    profile: str = "demo"
-    run_dir: str = ""
+    profile: str = "demo"  # name of the profile this came from
+    run_dir: str = ""  # sockets, logs and generated files; empty: decant up chooses
     device: str = "cpu"  # "cpu" or "cuda"
-    log_level: str = "info"
-    log_content: bool = False
+    log_level: str = "info"  # debug, info, warning, error
+    log_content: bool = False  # log prompts and answers too; off for a reason
     model: ModelConfig = field(default_factory=ModelConfig)
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)

@@ -32,3 +32,9 @@ def test_comments_over_several_lines() -> None:
     notes = config_reference.comments(type(Config().model))
     assert "FP8" in notes["quantise_activations"]
     assert notes["path"]
+
+
+def test_every_setting_has_a_meaning() -> None:
+    for line in config_reference.render().splitlines():
+        if line.startswith("| `"):
+            assert not line.endswith("|  |"), line
