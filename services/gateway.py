@@ -22,7 +22,16 @@ from decant.protocol.errors import ConfigError, DecantError, NotReady, QueueFull
 from decant.protocol.messages import Heartbeat
 from decant.protocol.wire import Sender
 from decant.services import metrics, metrics_page, model_folder, process
-from decant.services.api import chat, completions, errors, models, sse
+from decant.services.api import (
+    chat,
+    completions,
+    errors,
+    messages,
+    models,
+    responses,
+    sse,
+    tokenize,
+)
 from decant.services.api.access import Keys
 from decant.services.api.context import ERROR, GENERATIONS, REQUEST_ID, START_S, TENANT
 from decant.services.api.errors import ApiError
@@ -67,9 +76,14 @@ class Gateway:
             client_max_size=self._config.gateway.max_body_bytes,
         )
         add = app.router.add_route
-        for prefix in ("/v1", "", "/beta", "/beta/v1"):
+        for prefix in ("/v1", "", "/beta", "/beta/v1", "/anthropic/v1"):
             add("POST", f"{prefix}/chat/completions", self._chat)
             add("POST", f"{prefix}/completions", self._completions)
+            add("POST", f"{prefix}/responses", self._responses)
+            add("POST", f"{prefix}/messages", self._messages)
+            add("POST", f"{prefix}/messages/count_tokens", self._count_tokens)
+            add("POST", f"{prefix}/tokenize", self._tokenize)
+            add("POST", f"{prefix}/detokenize", self._detokenize)
             add("GET", f"{prefix}/models", self._models)
             add("GET", f"{prefix}/models/{{name:.+}}", self._models)
         for path, handler in (
@@ -103,7 +117,8 @@ class Gateway:
                 response = self._failure(request, error)
             status = response.status
             if not response.prepared:
-                response.headers["X-Request-Id"] = request[REQUEST_ID]
+                for name in ("X-Request-Id", "request-id"):  # OpenAI's and Anthropic's clients
+                    response.headers[name] = request[REQUEST_ID]
             return response
         except asyncio.CancelledError:
             self._metrics.cancels.inc()
@@ -122,7 +137,10 @@ class Gateway:
     def _failure(self, request: web.Request, error: Exception) -> web.Response:
         request[ERROR] = error
         status = getattr(error, "status", 500)
-        return web.json_response(errors.body(error), status=status, headers=errors.headers(error))
+        resource = request.match_info.route.resource
+        is_anthropic = resource is not None and "/messages" in resource.canonical
+        body = messages.explain(error) if is_anthropic else errors.body(error)
+        return web.json_response(body, status=status, headers=errors.headers(error))
 
     def _account(self, request: web.Request, status: int) -> None:
         resource = request.match_info.route.resource
@@ -216,10 +234,14 @@ class Gateway:
         request[GENERATIONS] = [generation]
         return generation
 
-    async def _send(self, request: web.Request, events: AsyncIterator[bytes]) -> web.StreamResponse:
-        return await sse.respond(
-            request, self._config.gateway, events, lambda e: sse.data(errors.body(e))
-        )
+    async def _send(
+        self,
+        request: web.Request,
+        events: AsyncIterator[bytes],
+        on_error: Callable[[Exception], bytes] = lambda e: sse.data(errors.body(e)),
+        keep_alive: bytes = sse.KEEP_ALIVE,
+    ) -> web.StreamResponse:
+        return await sse.respond(request, self._config.gateway, events, on_error, keep_alive)
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         parsed = chat.parse(await self._json(request), self._backend, request[TENANT])
@@ -243,6 +265,42 @@ class Gateway:
                 return web.json_response(await run.complete())
 
         return await self._running(request, work)
+
+    async def _responses(self, request: web.Request) -> web.StreamResponse:
+        parsed = responses.parse(await self._json(request), self._backend, request[TENANT])
+
+        async def work() -> web.StreamResponse:
+            async with self._generation(request, parsed.chat.job, False) as generation:
+                answer = responses.Answer(parsed, generation)
+                if parsed.chat.is_streamed:
+                    return await self._send(request, answer.stream(), answer.failure)
+                return web.json_response(await answer.complete())
+
+        return await self._running(request, work)
+
+    async def _messages(self, request: web.Request) -> web.StreamResponse:
+        parsed = messages.parse(await self._json(request), self._backend, request[TENANT])
+
+        async def work() -> web.StreamResponse:
+            async with self._generation(request, parsed.chat.job, False) as generation:
+                answer = messages.Answer(parsed, generation)
+                if parsed.chat.is_streamed:
+                    return await self._send(request, answer.stream(), answer.failure, messages.PING)
+                return web.json_response(await answer.complete())
+
+        return await self._running(request, work)
+
+    async def _count_tokens(self, request: web.Request) -> web.StreamResponse:
+        data = await self._json(request)
+        parsed = messages.parse(data, self._backend, request[TENANT], is_counted=True)
+        return web.json_response(await messages.count(parsed, self._backend))
+
+    async def _tokenize(self, request: web.Request) -> web.StreamResponse:
+        return web.json_response(await tokenize.tokenize(await self._json(request), self._backend))
+
+    async def _detokenize(self, request: web.Request) -> web.StreamResponse:
+        data = await self._json(request)
+        return web.json_response(await tokenize.detokenize(data, self._backend))
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         name = request.match_info.get("name")

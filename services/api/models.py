@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 from decant.services.api.errors import model_not_found
@@ -16,11 +17,16 @@ def describe(model: ModelFolder) -> dict[str, Any]:
         "created": model.created,
         "owned_by": "decant",
         "max_model_len": model.max_context,
+        # Anthropic's names of the same facts.
+        "type": "model",
+        "display_name": model.name,
+        "created_at": datetime.fromtimestamp(model.created, UTC).isoformat(),
     }
 
 
 def listing(model: ModelFolder) -> dict[str, Any]:
-    return {"object": "list", "data": [describe(model)]}
+    ends = {"first_id": model.name, "last_id": model.name, "has_more": False}
+    return {"object": "list", "data": [describe(model)], **ends}
 
 
 def one(model: ModelFolder, name: str) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from decant.services.api.context import ERROR, REQUEST_ID
 KEEP_ALIVE_S = 5.0
 SEND_BUFFER = 64 << 10  # bytes, in the kernel and again in the transport
 DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
 
 log = structlog.get_logger()
 
@@ -46,7 +47,7 @@ async def respond(
     config: GatewayConfig,
     events: AsyncIterator[bytes],
     on_error: Callable[[Exception], bytes],
-    keep_alive: bytes = b": keep-alive\n\n",
+    keep_alive: bytes = KEEP_ALIVE,
 ) -> web.StreamResponse:
     """Send ``events`` (whole events, several may be joined) until they end.
 
