@@ -1,0 +1,265 @@
+"""Sparse attention of decode rows: window keys plus selected (CSA) or all (HCA) compressed keys, one softmax, sink.
+
+Data sheet
+  q        fp16 or bf16 [R, H, 512], any H; a verify step passes several rows of one sequence
+  keys     584-byte rows (448 e4m3, 64 bf16, 7 E8M0 scales), key = value; dequantised to fp16: exact for every scale
+           between 2^-14 and 2^6
+  work     program = (row, 16 heads, split); the splits of a row share its tiles of keys evenly by its live length
+  combine  the last program of a row merges the partial results in split order and clears its own counter
+  launches 1; grid (rows, head blocks, splits) depends on the bucket only
+  floor    584 bytes per key and row over the read rate
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from decant.kernels.config import Config, lookup
+from decant.kernels.layout import DATA_BYTES, SCALE_BYTES, WINDOW, Part
+from decant.kernels.tiles import mma
+
+SCALE = 1.0 / math.sqrt(512.0)
+WINDOW_ONLY, SELECTED, ALL = 0, 1, 2
+
+# (architecture, kind) -> ((largest number of rows, configuration), ...); block_n keys a tile, splits per row
+CONFIGS: dict[tuple[str, int], tuple[tuple[int, Config], ...]] = {
+    ("sm_90", WINDOW_ONLY): ((1 << 30, Config(block_n=32, splits=2, num_warps=4, num_stages=1)),),
+    ("sm_90", SELECTED): (
+        (16, Config(block_n=32, splits=10, num_warps=4, num_stages=1)),
+        (32, Config(block_n=32, splits=7, num_warps=4, num_stages=1)),
+        (128, Config(block_n=32, splits=4, num_warps=4, num_stages=1)),
+        (1 << 30, Config(block_n=32, splits=2, num_warps=4, num_stages=1)),
+    ),
+    ("sm_90", ALL): (
+        (4, Config(block_n=32, splits=64, num_warps=4, num_stages=1)),
+        (16, Config(block_n=32, splits=16, num_warps=4, num_stages=1)),
+        (64, Config(block_n=32, splits=4, num_warps=4, num_stages=1)),
+        (1 << 30, Config(block_n=32, splits=2, num_warps=4, num_stages=1)),
+    ),
+    ("sm_120", WINDOW_ONLY): ((1 << 30, Config(block_n=32, splits=2, num_warps=4, num_stages=1)),),
+    ("sm_120", SELECTED): (
+        (16, Config(block_n=32, splits=10, num_warps=4, num_stages=1)),
+        (64, Config(block_n=32, splits=5, num_warps=4, num_stages=1)),
+        (1 << 30, Config(block_n=32, splits=2, num_warps=4, num_stages=1)),
+    ),
+    ("sm_120", ALL): (
+        (16, Config(block_n=32, splits=16, num_warps=4, num_stages=1)),
+        (64, Config(block_n=32, splits=8, num_warps=4, num_stages=1)),
+        (1 << 30, Config(block_n=32, splits=2, num_warps=4, num_stages=1)),
+    ),
+}
+
+
+def sparse_mla_decode_ref(q: torch.Tensor, keys: list[torch.Tensor], sink: torch.Tensor) -> torch.Tensor:
+    """Plain torch: q [R, H, 512], keys[r] [n_r, 512] dequantised and visible, sink [H] -> float64 [R, H, 512]."""
+    out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
+    for row, visible in enumerate(keys):
+        k = visible.double()
+        scores = q[row].double() @ k.T * SCALE
+        with_sink = torch.cat((scores, sink.double()[:, None]), dim=-1)
+        out[row] = with_sink.softmax(-1)[:, :-1] @ k
+    return out
+
+
+@triton.jit
+def _attend_kernel(
+    q, slots, pages, slot_of_row, position_of_row, page_table, selected, selected_count, sink,
+    partial, partial_ml, counter, out,
+    slot_stride16, window_offset16, page_stride16, part_offset16, table_stride,
+    H: tl.constexpr, RING: tl.constexpr, ROWS: tl.constexpr, RATIO: tl.constexpr, KIND: tl.constexpr,
+    TOP_K: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr,
+    WINDOW_KEYS: tl.constexpr, DATA: tl.constexpr, SCALES: tl.constexpr, QK_SCALE: tl.constexpr,
+):  # fmt: skip
+    """Strides and offsets are in units of 16 bytes. KIND: 0 window, 1 selected entries, 2 all entries (RATIO)."""
+    row = tl.program_id(0)
+    head_block = tl.program_id(1)
+    split = tl.program_id(2)
+    position = tl.load(position_of_row + row)
+    slot = tl.load(slot_of_row + row).to(tl.int64)
+    channel = tl.arange(0, 512)
+    rope = tl.arange(0, 64)
+    group = tl.arange(0, 8)
+    head = head_block * BLOCK_H + tl.arange(0, BLOCK_H)
+    live_head = head < H
+    q_base = q + (row * H + head[:, None]) * 512
+    # nope channels padded with zeros to 512, rope channels apart
+    q_nope = tl.load(
+        q_base + channel[None, :], mask=live_head[:, None] & (channel[None, :] < 448), other=0.0
+    ).to(tl.float16)
+    q_rope = tl.load(q_base + 448 + rope[None, :], mask=live_head[:, None], other=0.0).to(tl.float16)
+
+    window_keys = tl.minimum(position + 1, WINDOW_KEYS)
+    window_first = position + 1 - window_keys
+    WINDOW_TILES: tl.constexpr = WINDOW_KEYS // BLOCK
+    entries = 0
+    if KIND == 1:
+        entries = tl.load(selected_count + row)
+    if KIND == 2:
+        entries = (position + 1) // RATIO
+    tiles = WINDOW_TILES + tl.cdiv(entries, BLOCK)
+    share = tl.cdiv(tiles, SPLITS)
+    begin = split * share
+    end = tl.minimum(begin + share, tiles)
+    if position < 0:  # a padded row: no key, no output
+        begin = 0
+        end = 0
+
+    peak = tl.full([BLOCK_H], float("-inf"), dtype=tl.float32)
+    total = tl.zeros([BLOCK_H], dtype=tl.float32)
+    acc = tl.zeros([BLOCK_H, 512], dtype=tl.float32)
+    acc_rope = tl.zeros([BLOCK_H, 64], dtype=tl.float32)
+    window_base = slots + (slot * slot_stride16 + window_offset16) * 16
+    page_base = pages + part_offset16 * 16
+    for tile in range(begin, end):
+        j = tile * BLOCK + tl.arange(0, BLOCK)
+        in_window = j < WINDOW_KEYS
+        ring_row = (window_first + j) % RING
+        valid = in_window & (j < window_keys)
+        data = window_base + ring_row.to(tl.int64) * DATA
+        scale = window_base + RING * DATA + ring_row.to(tl.int64) * SCALES
+        if KIND != 0:
+            e = j - WINDOW_KEYS
+            live = (e >= 0) & (e < entries)
+            if KIND == 1:
+                entry = tl.load(selected + row * TOP_K + e, mask=live, other=0)
+            else:
+                entry = tl.where(live, e, 0)
+            page = tl.load(page_table + slot * table_stride + entry // ROWS, mask=live, other=0)
+            entry_row = (entry % ROWS).to(tl.int64)
+            base = page_base + page.to(tl.int64) * page_stride16 * 16
+            data = tl.where(in_window, data, base + entry_row * DATA)
+            scale = tl.where(in_window, scale, base + ROWS * DATA + entry_row * SCALES)
+            valid = valid | live
+        codes = tl.load(
+            data[:, None, None] + (group * 64)[None, :, None] + rope[None, None, :],
+            mask=valid[:, None, None] & (group < 7)[None, :, None], other=0,
+        )  # fmt: skip
+        exponent = tl.load(
+            scale[:, None] + group[None, :], mask=valid[:, None] & (group < 7)[None, :], other=0
+        )
+        factor = (exponent.to(tl.int32) << 23).to(tl.float32, bitcast=True).to(tl.float16)
+        key = codes.to(tl.float8e4nv, bitcast=True).to(tl.float16) * factor[:, :, None]
+        key = tl.reshape(key, [BLOCK, 512])
+        key_rope = tl.load(
+            (data + 448).to(tl.pointer_type(tl.bfloat16))[:, None] + rope[None, :],
+            mask=valid[:, None], other=0.0,
+        ).to(tl.float32).to(tl.float16)  # fmt: skip
+        score = mma(q_nope, tl.trans(key), tl.zeros([BLOCK_H, BLOCK], dtype=tl.float32))
+        score = mma(q_rope, tl.trans(key_rope), score) * QK_SCALE
+        score = tl.where(valid[None, :], score, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(score, axis=1))
+        safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        p = tl.exp2(score - safe[:, None])
+        alpha = tl.exp2(peak - safe)
+        total = total * alpha + tl.sum(p, axis=1)
+        weight = p.to(tl.float16)
+        acc = mma(weight, key, acc * alpha[:, None])
+        acc_rope = mma(weight, key_rope, acc_rope * alpha[:, None])
+        peak = new_peak
+
+    # the sink, in units of log2, belongs to the denominator only
+    sink_logit = tl.load(sink + head, mask=live_head, other=0.0) * 1.4426950408889634
+    o_base = (row * H + head[:, None]) * 512
+    nope_mask = live_head[:, None] & (channel[None, :] < 448)
+    rope_mask = live_head[:, None] & (rope[None, :] >= 0)
+    if SPLITS == 1:
+        top = tl.maximum(peak, sink_logit)
+        denominator = total * tl.exp2(peak - top) + tl.exp2(sink_logit - top)
+        factor = tl.exp2(peak - top) / denominator
+        tl.store(out + o_base + channel[None, :], (acc * factor[:, None]).to(out.dtype.element_ty), mask=nope_mask)
+        tl.store(
+            out + o_base + 448 + rope[None, :], (acc_rope * factor[:, None]).to(out.dtype.element_ty), mask=rope_mask
+        )
+    else:
+        p_base = ((row * SPLITS + split).to(tl.int64) * H + head[:, None]) * 512
+        tl.store(partial + p_base + channel[None, :], acc, mask=nope_mask)
+        tl.store(partial + p_base + 448 + rope[None, :], acc_rope, mask=rope_mask)
+        ml = partial_ml + ((row * SPLITS + split) * H + head) * 2
+        tl.store(ml, peak, mask=live_head)
+        tl.store(ml + 1, total, mask=live_head)
+        tl.debug_barrier()
+        ticket = tl.atomic_add(counter + row * tl.num_programs(1) + head_block, 1, sem="acq_rel")
+        if ticket == SPLITS - 1:
+            tl.debug_barrier()
+            top = sink_logit
+            for s in tl.static_range(SPLITS):
+                ml = partial_ml + ((row * SPLITS + s) * H + head) * 2
+                top = tl.maximum(top, tl.load(ml, mask=live_head, other=float("-inf"), volatile=True))
+            denominator = tl.exp2(sink_logit - top)
+            o = tl.zeros([BLOCK_H, 512], dtype=tl.float32)
+            for s in range(SPLITS):
+                ml = partial_ml + ((row * SPLITS + s) * H + head) * 2
+                m = tl.load(ml, mask=live_head, other=float("-inf"), volatile=True)
+                factor = tl.exp2(m - top)
+                denominator += tl.load(ml + 1, mask=live_head, other=0.0, volatile=True) * factor
+                p_base = ((row * SPLITS + s).to(tl.int64) * H + head[:, None]) * 512
+                piece = tl.load(
+                    partial + p_base + channel[None, :], mask=live_head[:, None], other=0.0, cache_modifier=".cg"
+                )
+                o += piece * factor[:, None]
+            tl.store(
+                out + o_base + channel[None, :], (o / denominator[:, None]).to(out.dtype.element_ty),
+                mask=live_head[:, None],
+            )  # fmt: skip
+            tl.store(counter + row * tl.num_programs(1) + head_block, 0)
+
+
+def workspace(rows: int, heads: int, kind: int, arch: str, device: torch.device | str) -> tuple[torch.Tensor, ...]:
+    """(partial, partial_ml, counter) for a bucket; counter starts at zero and returns to zero after each launch."""
+    splits = lookup(CONFIGS[arch, kind], rows).splits
+    return (
+        torch.empty(rows, splits, heads, 512, dtype=torch.float32, device=device),
+        torch.empty(rows, splits, heads, 2, dtype=torch.float32, device=device),
+        torch.zeros(rows, triton.cdiv(heads, 16), dtype=torch.int32, device=device),
+    )
+
+
+def sparse_mla_decode(
+    q: torch.Tensor,
+    slots: torch.Tensor,
+    slot_stride: int,
+    window: Part,
+    pages: torch.Tensor,
+    page_stride: int,
+    part: Part | None,
+    slot_of_row: torch.Tensor,
+    position_of_row: torch.Tensor,
+    page_table: torch.Tensor,
+    sink: torch.Tensor,
+    scratch: tuple[torch.Tensor, ...],
+    out: torch.Tensor,
+    arch: str,
+    ratio: int = 0,
+    selected: torch.Tensor | None = None,
+    selected_count: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of R query rows.
+
+    q [R, H, 512]; slots and pages uint8 extents with strides in bytes; window and part say where this layer's rows are
+    (part None for window-only layers). slot_of_row, position_of_row int32 [R] (position < 0: padded row, output is zero);
+    page_table int32 [slots, width]. CSA passes selected int32 [R, top_k] entry numbers and selected_count int32 [R]; HCA
+    passes ratio 128. sink fp32 [H]. out [R, H, 512] fp16, bf16 or fp32.
+    """
+    rows, heads, width = q.shape
+    kind = WINDOW_ONLY if part is None else (ALL if selected is None else SELECTED)
+    if width != 512 or not q.is_contiguous() or not out.is_contiguous():
+        raise ValueError("q and out must be contiguous [rows, heads, 512]")
+    if kind == ALL and ratio < 1:
+        raise ValueError("a layer that attends to all entries needs its ratio")
+    if slot_stride % 16 or page_stride % 16 or window.offset % 16 or (part and part.offset % 16):
+        raise ValueError("strides and offsets must be multiples of 16 bytes")
+    config = lookup(CONFIGS[arch, kind], rows)
+    partial, partial_ml, counter = scratch
+    top_k = 0 if selected is None else selected.shape[1]
+    _attend_kernel[(rows, triton.cdiv(heads, 16), config.splits)](
+        q, slots, pages, slot_of_row, position_of_row, page_table, selected, selected_count, sink,
+        partial, partial_ml, counter, out,
+        slot_stride // 16, window.offset // 16, page_stride // 16, part.offset // 16 if part else 0,
+        page_table.stride(0),
+        H=heads, RING=window.rows, ROWS=part.rows if part else 1, RATIO=max(ratio, 1), KIND=kind, TOP_K=top_k,
+        SPLITS=config.splits, BLOCK=config.block_n, BLOCK_H=16, WINDOW_KEYS=WINDOW,
+        DATA=DATA_BYTES, SCALES=SCALE_BYTES, QK_SCALE=SCALE * math.log2(math.e), **config.launch(),
+    )  # fmt: skip
+    return out

@@ -1,0 +1,97 @@
+"""Device helpers that several kernels share: matrix product, FP4 and FP8 conversions.
+
+Everything here is called from inside Triton kernels. Under ``TRITON_INTERPRET=1`` the interpreter has no
+inline PTX and multiplies bf16 bit patterns as integers, so each helper has a plain branch for it; the branch
+is chosen at compile time and costs nothing on the GPU.
+"""
+
+import os
+
+import triton
+import triton.language as tl
+
+INTERPRET = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
+
+FP8_MAX = tl.constexpr(448.0)
+AMAX_FLOOR = tl.constexpr(1e-4)  # smallest amax that a quantisation group is given (model rule)
+
+
+@triton.jit
+def mma(a, b, acc):
+    """acc + a @ b with fp32 accumulation; operands fp16, bf16 or e4m3."""
+    if INTERPRET:
+        acc += tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    else:
+        acc = tl.dot(a, b, acc)
+    return acc
+
+
+@triton.jit
+def power_of_two_scale(amax):
+    """2^ceil(log2(max(amax, 1e-4) / 448)), exact: works on the exponent bits, no log2.
+
+    Returns (scale, 1 / scale, biased exponent as int32), all exact for every finite amax.
+    """
+    ratio = tl.maximum(amax, AMAX_FLOOR) * (1.0 / FP8_MAX)
+    bits = ratio.to(tl.int32, bitcast=True)
+    exponent = (bits + 0x7FFFFF) >> 23
+    scale = (exponent << 23).to(tl.float32, bitcast=True)
+    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    return scale, inverse, exponent
+
+
+@triton.jit
+def to_e4m3(x):
+    """fp32 to e4m3 with saturation at +-448, round to nearest even."""
+    return tl.minimum(tl.maximum(x, -FP8_MAX), FP8_MAX).to(tl.float8e4nv)
+
+
+@triton.jit
+def fp4_tile(base, offsets, GROUP: tl.constexpr):
+    """Load a [rows, GROUP] byte tile of shuffled FP4 and return (low, high) halves as fp16 / 2^14.
+
+    base: uint8 pointer to the first byte of the tile; offsets: [rows, GROUP] byte offsets, columns contiguous
+    and 4-byte aligned. ``low`` holds elements 0..GROUP-1 along K, ``high`` GROUP..2*GROUP-1. The bit order
+    inside each 4-byte word is that of ``fp4_moe.shuffle_words``: four pairs of e2m1 codes, each extracted as
+    an fp16 pair whose value is the code's value times 2^-14 (the two exponent bits of e2m1 land in the low
+    exponent bits of fp16; fp16 subnormals make code 1 exact).
+    """
+    if INTERPRET:
+        column = tl.arange(0, GROUP)[None, :]
+        word = tl.load((base + (offsets - column % 4)).to(tl.pointer_type(tl.uint32)))
+        lane = (word >> ((column & 1) * 16).to(tl.uint32)) & 0xFFFF
+        second = (column & 2) != 0
+        low = tl.where(second, (lane << 3) & 0x8E00, lane & 0x8E00)
+        high = tl.where(
+            second,
+            ((lane << 9) & 0x0E00) | ((lane << 2) & 0x8000),
+            ((lane << 6) & 0x0E00) | ((lane << 1) & 0x8000),
+        )
+        low = low.to(tl.uint16).to(tl.float16, bitcast=True)
+        high = high.to(tl.uint16).to(tl.float16, bitcast=True)
+    else:
+        packed = tl.load(base + offsets, eviction_policy="evict_first")
+        low, high = tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 t, u;
+            and.b32 $0, $4, 0x8E008E00;
+            shl.b32 t, $4, 3;
+            and.b32 $1, t, 0x8E008E00;
+            shl.b32 t, $4, 6;
+            shl.b32 u, $4, 1;
+            and.b32 u, u, 0x80008000;
+            lop3.b32 $2, t, 0x0E000E00, u, 0xEA;
+            shl.b32 t, $4, 9;
+            shl.b32 u, $4, 2;
+            and.b32 u, u, 0x80008000;
+            lop3.b32 $3, t, 0x0E000E00, u, 0xEA;
+            }
+            """,
+            "=r,=r,=r,=r,r",
+            [packed],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=4,
+        )
+    return low, high

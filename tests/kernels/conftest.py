@@ -1,0 +1,41 @@
+"""Kernel tests run on the GPU where there is one, else under Triton's interpreter on the CPU."""
+
+import os
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read by Triton when a kernel is decorated
+
+import pytest
+import triton.runtime.interpreter as interpreter
+
+_patch_lang_tensor = interpreter._patch_lang_tensor
+
+
+def _patch_index(tensor: object, scope: object) -> None:
+    """Triton 3.6's interpreter converts one-element arrays with int(), which numpy 2.4 refuses: use item()."""
+    _patch_lang_tensor(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))  # type: ignore[attr-defined]
+
+
+interpreter._patch_lang_tensor = _patch_index
+
+
+@pytest.fixture
+def device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture
+def arch() -> str:
+    if torch.cuda.is_available():
+        from decant.kernels.config import architecture
+
+        return architecture()
+    return "sm_90"
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(1234)
