@@ -1,7 +1,7 @@
 """Compile a kernel for an architecture without a GPU, and read what the compiler says about it.
 
-Used by the cross-compile test: every shipped configuration must fit the architecture's shared memory, spill no
-registers in its loops and contain the matrix instruction that it was written for.
+Used by the cross-compile test: every shipped configuration must fit the architecture's shared
+memory, spill no registers in its loops and contain the matrix instruction that it was written for.
 """
 
 import re
@@ -55,9 +55,14 @@ def resource_usage(cubin: bytes) -> tuple[int, int]:
 
 
 def compile_kernel(
-    kernel: Any, arguments: dict[str, str | int | float | bool], arch: str, num_warps: int, num_stages: int
+    kernel: Any,
+    arguments: dict[str, str | int | float | bool],
+    arch: str,
+    num_warps: int,
+    num_stages: int,
 ) -> Compiled:
-    """Compile a Triton kernel. Arguments: a type string ("*fp16", "i32") or a constexpr value, by name.
+    """Compile a Triton kernel. Arguments: a type string ("*fp16", "i32") or a constexpr value, by
+    name.
 
     Pointers are taken as 16-byte aligned, integers as plain.
     """
@@ -79,6 +84,8 @@ def compile_kernel(
             constants[(i,)] = value
     target = GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
     source = ASTSource(kernel, signature, constants, attributes)
-    built = triton.compile(source, target=target, options={"num_warps": num_warps, "num_stages": num_stages})
+    built = triton.compile(
+        source, target=target, options={"num_warps": num_warps, "num_stages": num_stages}
+    )
     registers, local = resource_usage(built.asm["cubin"])
     return Compiled(built.metadata.shared, registers, local, built.asm["ptx"])

@@ -1,7 +1,9 @@
-"""Launch configurations: small frozen records, looked up by architecture and bucket, never by the device.
+"""Launch configurations: small frozen records, looked up by architecture and bucket, never by the
+device.
 
-A device under MPS reports a share of its multiprocessors; a configuration that followed that figure would change
-results and captured graphs. So tables are keyed by architecture name and by the batch bucket.
+A device under MPS reports a share of its multiprocessors; a configuration that followed that
+figure would change results and captured graphs. So tables are keyed by architecture name and by
+the batch bucket.
 """
 
 from collections.abc import Sequence

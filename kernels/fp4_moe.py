@@ -1,7 +1,8 @@
 """FP4 mixture of experts: gate/up GEMM with clamped SwiGLU, down GEMM, weighted sum over experts.
 
 Data sheet
-  weights     MXFP4 (e2m1, one E8M0 scale per 32 along K) or NVFP4 (e2m1, one E4M3 scale per 16, one fp32 scale
+  weights     MXFP4 (e2m1, one E8M0 scale per 32 along K) or NVFP4 (e2m1, one E4M3 scale per 16,
+              one fp32 scale
               per tensor), shuffled once by ``pack_experts``; trunk and MTP experts alike
   activations fp16 (W4A16): every product is exact, accumulation fp32
   decode      weight rows are the M operand, up to ``BLOCK_T`` tokens of one expert the N operand
@@ -9,8 +10,8 @@ Data sheet
   result      fp32 partials [pairs, hidden], summed over a token's experts in list order: no atomics
   floor       bytes of the experts hit over the read rate
 
-FP4 codes become fp16 / 2^14 by shifts and masks; the group scale is one fp16 multiply; what is left of the
-scale (the row's largest exponent, or NVFP4's tensor scale) multiplies the accumulator.
+FP4 codes become fp16 / 2^14 by shifts and masks; the group scale is one fp16 multiply; what is
+left of the scale (the row's largest exponent, or NVFP4's tensor scale) multiplies the accumulator.
 """
 
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ import triton
 import triton.language as tl
 
 from decant.kernels.config import Config, lookup
-from decant.kernels.tiles import fp4_tile, mma
+from decant.kernels.tiles import cast_like, fp4_tile, mma
 
 SWIGLU_LIMIT = 10.0
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -59,7 +60,8 @@ class PackedExperts:
     """One projection of all experts: shuffled codes, group scales, row factors.
 
     codes  uint8 [E, K / (2 * group), N, group]
-    scales uint8 [E, K / group, N]: MXFP4 an fp16 exponent field relative to the row's largest scale,
+    scales uint8 [E, K / group, N]: MXFP4 an fp16 exponent field relative to the row's largest
+    scale,
            NVFP4 the e4m3 byte
     rows   fp32 [E, N]: factor of the accumulator
     """
@@ -79,14 +81,20 @@ class PackedExperts:
 def shuffle_words(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
     """Interleave e2m1 codes so that a kernel extracts fp16 pairs with few instructions.
 
-    low, high: uint8 [..., group] codes 0..15 of two neighbouring groups. Returns uint8 [..., group]; every four
-    bytes are one little-endian word. Within a 16-bit lane: pair A keeps sign at 15 and magnitude at 11..9, pair B
-    sign 12, magnitude 8..6, pair C sign 14, magnitude 5..3, pair D sign 13, magnitude 2..0.
+    low, high: uint8 [..., group] codes 0..15 of two neighbouring groups. Returns uint8 [...,
+    group]; every four bytes are one little-endian word. Within a 16-bit lane: pair A keeps sign at
+    15 and magnitude at 11..9, pair B sign 12, magnitude 8..6, pair C sign 14, magnitude 5..3, pair
+    D sign 13, magnitude 2..0.
     """
     quads_low = low.to(torch.int64).unflatten(-1, (-1, 4))
     quads_high = high.to(torch.int64).unflatten(-1, (-1, 4))
     word = torch.zeros(quads_low.shape[:-1], dtype=torch.int64, device=low.device)
-    places = ((quads_low, 0, 15, 9), (quads_low, 2, 12, 6), (quads_high, 0, 14, 3), (quads_high, 2, 13, 0))
+    places = (
+        (quads_low, 0, 15, 9),
+        (quads_low, 2, 12, 6),
+        (quads_high, 0, 14, 3),
+        (quads_high, 2, 13, 0),
+    )
     for codes, first, sign, magnitude in places:
         for lane in range(2):
             code = codes[..., first + lane]
@@ -101,16 +109,18 @@ def pack_experts(
 ) -> PackedExperts:
     """Turn checkpoint FP4 weights into the kernels' layout.
 
-    packed: uint8 or int8 [E, N, K / 2], low nibble = even index. scales: E8M0 bytes [E, N, K / 32] (MXFP4), or
-    e4m3 [E, N, K / 16] together with global_scale fp32 [E] or [E, N] (NVFP4). Raises ValueError for a shape or scale
-    that has no exact form here.
+    packed: uint8 or int8 [E, N, K / 2], low nibble = even index. scales: E8M0 bytes [E, N, K / 32]
+    (MXFP4), or e4m3 [E, N, K / 16] together with global_scale fp32 [E] or [E, N] (NVFP4). Raises
+    ValueError for a shape or scale that has no exact form here.
     """
     packed = packed.view(torch.uint8)
     experts, n, half_k = packed.shape
     k = 2 * half_k
     group = k // scales.shape[-1]
     if group not in (16, 32) or scales.shape != (experts, n, k // group) or k % (2 * group):
-        raise ValueError(f"FP4 scales of shape {tuple(scales.shape)} do not fit weights [{experts}, {n}, {k}]")
+        raise ValueError(
+            f"FP4 scales of shape {tuple(scales.shape)} do not fit weights [{experts}, {n}, {k}]"
+        )
     codes = torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)
     blocks = codes.view(experts, n, k // (2 * group), 2, group)
     shuffled = shuffle_words(blocks[..., 0, :], blocks[..., 1, :]).transpose(1, 2).contiguous()
@@ -165,7 +175,11 @@ def swiglu_ref(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 def fp4_moe_ref(
-    x: torch.Tensor, w13: PackedExperts, w2: PackedExperts, experts: torch.Tensor, weights: torch.Tensor
+    x: torch.Tensor,
+    w13: PackedExperts,
+    w2: PackedExperts,
+    experts: torch.Tensor,
+    weights: torch.Tensor,
 ) -> torch.Tensor:
     """Plain torch: x [T, D], experts int [T, k], weights fp32 [T, k] -> [T, D] in float64."""
     up_down = unpack_experts_ref(w13).double(), unpack_experts_ref(w2).double()
@@ -194,7 +208,9 @@ def _gate_up_kernel(
     TOP_K: tl.constexpr, K: tl.constexpr, N: tl.constexpr, GROUP: tl.constexpr, LIMIT: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """g[sorted position, n] = swiglu(w1 x, w3 x) for one tile of tokens of one expert. N counts w1 and w3 rows."""
+    """g[sorted position, n] = swiglu(w1 x, w3 x) for one tile of tokens of one expert. N counts w1
+    and w3 rows.
+    """
     tile = tl.program_id(1)
     if tile >= tl.load(num_tiles):
         return
@@ -282,15 +298,15 @@ def _combine_kernel(
         total += tl.load(partial + (token * TOP_K + choice) * N + n)
     if HAS_SHARED:
         total += tl.load(shared + token * N + n).to(tl.float32)
-    tl.store(out + token * N + n, total.to(out.dtype.element_ty))
+    tl.store(out + token * N + n, cast_like(total, out))
 
 
 @dataclass(frozen=True)
 class TileList:
     """Work list on the device (gate.route fills it): one entry per (expert, <= block_t tokens).
 
-    pairs int32 [P]: token * top_k + choice, sorted by expert, then ascending. expert, start, count int32 [tiles].
-    num_tiles int32 [1]. block_t: the tokens per tile that it was built for.
+    pairs int32 [P]: token * top_k + choice, sorted by expert, then ascending. expert, start, count
+    int32 [tiles]. num_tiles int32 [1]. block_t: the tokens per tile that it was built for.
     """
 
     pairs: torch.Tensor
@@ -324,11 +340,12 @@ def fp4_moe(
     arch: str,
     shared: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Routed experts of T tokens: out[t] = sum_k weights[t, k] * w2[e](swiglu(w1[e] x, w3[e] x)) (+ shared).
+    """Routed experts of T tokens: out[t] = sum_k weights[t, k] * w2[e](swiglu(w1[e] x, w3[e] x))
+    (+ shared).
 
     x fp16 [T, D]; w13 holds w1's rows then w3's ([E, 2 I, D]); w2 [E, D, I]; weights fp32 [T, k].
-    Scratch, fully rewritten where read: hidden fp16 [T * k, I], partial fp32 [T * k, D]. out [T, D] fp32 or bf16.
-    Capture-safe: three launches, grids depend on T only.
+    Scratch, fully rewritten where read: hidden fp16 [T * k, I], partial fp32 [T * k, D]. out [T,
+    D] fp32 or bf16. Capture-safe: three launches, grids depend on T only.
     """
     tokens, top_k = weights.shape
     _, n13, width = w13.shape
@@ -342,23 +359,53 @@ def fp4_moe(
     up = lookup(CONFIGS[arch, "gate_up"], num_pairs)
     down = lookup(CONFIGS[arch, "down"], num_pairs)
     if tiles.block_t != up.block_t or down.block_t != up.block_t:
-        raise ValueError(f"the tile list holds {tiles.block_t} tokens a tile, the kernels want {up.block_t}")
+        raise ValueError(
+            f"the tile list holds {tiles.block_t} tokens a tile, the kernels want {up.block_t}"
+        )
     listed = (tiles.pairs, tiles.expert, tiles.start, tiles.count, tiles.num_tiles)
     count = tiles.expert.numel()
     block_n = min(up.block_n, n13 // 2)
     _gate_up_kernel[(n13 // 2 // block_n, count)](
-        x, w13.codes, w13.scales, w13.rows, hidden, *listed,
-        TOP_K=top_k, K=width, N=n13, GROUP=w13.group, LIMIT=SWIGLU_LIMIT,
-        BLOCK_N=block_n, BLOCK_T=up.block_t, **up.launch(),
-    )  # fmt: skip
+        x,
+        w13.codes,
+        w13.scales,
+        w13.rows,
+        hidden,
+        *listed,
+        TOP_K=top_k,
+        K=width,
+        N=n13,
+        GROUP=w13.group,
+        LIMIT=SWIGLU_LIMIT,
+        BLOCK_N=block_n,
+        BLOCK_T=up.block_t,
+        **up.launch(),
+    )
     block_n = min(down.block_n, n2)
     _down_kernel[(n2 // block_n, count)](
-        hidden, w2.codes, w2.scales, w2.rows, weights, partial, *listed,
-        K=k2, N=n2, GROUP=w2.group, BLOCK_N=block_n, BLOCK_T=down.block_t, **down.launch(),
-    )  # fmt: skip
+        hidden,
+        w2.codes,
+        w2.scales,
+        w2.rows,
+        weights,
+        partial,
+        *listed,
+        K=k2,
+        N=n2,
+        GROUP=w2.group,
+        BLOCK_N=block_n,
+        BLOCK_T=down.block_t,
+        **down.launch(),
+    )
     block = min(1024, n2)
     _combine_kernel[(tokens, n2 // block)](
-        partial, partial if shared is None else shared, out,
-        N=n2, TOP_K=top_k, HAS_SHARED=shared is not None, BLOCK_N=block, num_warps=4,
-    )  # fmt: skip
+        partial,
+        partial if shared is None else shared,
+        out,
+        N=n2,
+        TOP_K=top_k,
+        HAS_SHARED=shared is not None,
+        BLOCK_N=block,
+        num_warps=4,
+    )
     return out

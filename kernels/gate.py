@@ -1,10 +1,12 @@
-"""Router gate: sqrt(softplus) scores, top-6 with bias or the hash table, and the experts' work list on the device.
+"""Router gate: sqrt(softplus) scores, top-6 with bias or the hash table, and the experts' work
+list on the device.
 
 Data sheet
   logits    bf16 operands, fp32 accumulation, split along K and summed in split order
   choice    score + bias, or table[token id] (hash layers); ties: the lower expert number
   weights   score / sum of the chosen scores * 1.5
-  work list (token, choice) pairs sorted by expert, then by pair number; tiles of at most block_t pairs
+  work list (token, choice) pairs sorted by expert, then by pair number; tiles of at most block_t
+  pairs
   launches  3 (logits, choice, list); grids depend on the number of tokens only
 """
 
@@ -27,7 +29,9 @@ def gate_ref(
     token_ids: torch.Tensor | None,
     top_k: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Plain torch in float64: experts int64 [T, k] and weights [T, k]. Give bias, or table and token_ids."""
+    """Plain torch in float64: experts int64 [T, k] and weights [T, k]. Give bias, or table and
+    token_ids.
+    """
     logits = x.double() @ weight.double().T
     scores = torch.nn.functional.softplus(logits).sqrt()
     if table is not None and token_ids is not None:
@@ -55,7 +59,9 @@ def _logits_kernel(
     k = split * SHARE + tl.arange(0, BLOCK_K)
     for _ in range(SHARE // BLOCK_K):
         w = tl.load(weight + expert[:, None] * D + k[None, :])
-        v = tl.load(x + token[None, :].to(tl.int64) * D + k[:, None], mask=valid[None, :], other=0.0)
+        v = tl.load(
+            x + token[None, :].to(tl.int64) * D + k[:, None], mask=valid[None, :], other=0.0
+        )
         acc = mma(w, v, acc)
         k += BLOCK_K
     offset = (split * tokens + token[None, :]) * E + expert[:, None]
@@ -73,10 +79,13 @@ def _choose_kernel(
     logit = tl.zeros([E], dtype=tl.float32)
     for split in tl.static_range(SPLITS):
         logit += tl.load(partial + (split * tokens + token) * E + expert)
-    # softplus(x) = max(x, 0) + log1p(exp(-|x|)); log1p(u) by log and the rounding correction of Goldberg
+    # softplus(x) = max(x, 0) + log1p(exp(-|x|)); log1p(u) by log and the rounding correction of
+    # Goldberg
     u = tl.exp(-tl.abs(logit))
     one_plus = 1.0 + u
-    log1p = tl.where(one_plus == 1.0, u, tl.log(one_plus) * (u / tl.where(one_plus == 1.0, 1.0, one_plus - 1.0)))
+    log1p = tl.where(
+        one_plus == 1.0, u, tl.log(one_plus) * (u / tl.where(one_plus == 1.0, 1.0, one_plus - 1.0))
+    )
     score = tl.sqrt(tl.maximum(logit, 0.0) + log1p)
     key = score
     if not HASHED:
@@ -87,7 +96,9 @@ def _choose_kernel(
     ids = tl.zeros([PADDED], dtype=tl.int32)
     for choice in tl.static_range(TOP_K):
         if HASHED:
-            best = tl.load(table + tl.load(token_ids + token).to(tl.int64) * TOP_K + choice).to(tl.int32)
+            best = tl.load(table + tl.load(token_ids + token).to(tl.int64) * TOP_K + choice).to(
+                tl.int32
+            )
         else:
             best = tl.argmax(key, axis=0, tie_break_left=True).to(tl.int32)
             key = tl.where(expert == best, float("-inf"), key)
@@ -104,7 +115,9 @@ def _list_kernel(
     experts, pairs, tile_expert, tile_start, tile_count, num_tiles, num_pairs,
     E: tl.constexpr, BLOCK_P: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One program: counts, offsets, stable positions and tiles. O(pairs^2 / lanes), meant for decode buckets."""
+    """One program: counts, offsets, stable positions and tiles. O(pairs^2 / lanes), meant for
+    decode buckets.
+    """
     e = tl.arange(0, E)
     counts = tl.zeros([E], dtype=tl.int32)
     blocks = tl.cdiv(num_pairs, BLOCK_P)
@@ -138,7 +151,9 @@ def _list_kernel(
         tl.store(pairs + position, p, mask=valid)
 
 
-def new_tile_list(num_pairs: int, num_experts: int, block_t: int, device: torch.device | str) -> TileList:
+def new_tile_list(
+    num_pairs: int, num_experts: int, block_t: int, device: torch.device | str
+) -> TileList:
     """Buffers of a work list for a bucket of num_pairs (token, choice) pairs."""
     tiles = max_tiles(num_pairs, num_experts, block_t)
 
@@ -156,9 +171,19 @@ def tile_list(experts: torch.Tensor, tiles: TileList, num_experts: int) -> None:
     ):
         raise ValueError(f"tile list has room for {tiles.pairs.numel()} pairs, not {num_pairs}")
     _list_kernel[(1,)](
-        experts, tiles.pairs, tiles.expert, tiles.start, tiles.count, tiles.num_tiles, num_pairs,
-        E=num_experts, BLOCK_P=32, CHUNK=256, TILE=tiles.block_t, num_warps=8,
-    )  # fmt: skip
+        experts,
+        tiles.pairs,
+        tiles.expert,
+        tiles.start,
+        tiles.count,
+        tiles.num_tiles,
+        num_pairs,
+        E=num_experts,
+        BLOCK_P=32,
+        CHUNK=256,
+        TILE=tiles.block_t,
+        num_warps=8,
+    )
 
 
 def tile_list_ref(experts: torch.Tensor, num_experts: int, block_t: int) -> dict[str, list[int]]:
@@ -189,8 +214,9 @@ def route(
 ) -> None:
     """Choose experts for T tokens.
 
-    x bf16 [T, D]; weight bf16 [E, D]; partial fp32 scratch [8, T, E]; results experts int32 [T, k], weights fp32 [T, k]
-    and, if given, the work list. Learned layers pass bias fp32 [E]; hash layers table [vocab, k] and token_ids [T].
+    x bf16 [T, D]; weight bf16 [E, D]; partial fp32 scratch [8, T, E]; results experts int32 [T,
+    k], weights fp32 [T, k] and, if given, the work list. Learned layers pass bias fp32 [E]; hash
+    layers table [vocab, k] and token_ids [T].
     """
     hashed = table is not None
     if hashed == (bias is not None) or hashed != (token_ids is not None):
@@ -203,12 +229,33 @@ def route(
     block_k = min(128, width // SPLIT_K)
     block_t = 16 if tokens <= 64 else 64
     _logits_kernel[(triton.cdiv(tokens, block_t), num_experts // block_e, SPLIT_K)](
-        x, weight, partial, tokens, D=width, E=num_experts, SPLITS=SPLIT_K,
-        BLOCK_T=block_t, BLOCK_E=block_e, BLOCK_K=block_k, num_warps=4, num_stages=3,
-    )  # fmt: skip
+        x,
+        weight,
+        partial,
+        tokens,
+        D=width,
+        E=num_experts,
+        SPLITS=SPLIT_K,
+        BLOCK_T=block_t,
+        BLOCK_E=block_e,
+        BLOCK_K=block_k,
+        num_warps=4,
+        num_stages=3,
+    )
     _choose_kernel[(tokens,)](
-        partial, bias, table, token_ids, experts, weights, tokens, SCALE=ROUTED_SCALE,
-        E=num_experts, TOP_K=experts.shape[1], SPLITS=SPLIT_K, HASHED=hashed, num_warps=1,
-    )  # fmt: skip
+        partial,
+        bias,
+        table,
+        token_ids,
+        experts,
+        weights,
+        tokens,
+        SCALE=ROUTED_SCALE,
+        E=num_experts,
+        TOP_K=experts.shape[1],
+        SPLITS=SPLIT_K,
+        HASHED=hashed,
+        num_warps=1,
+    )
     if tiles is not None:
         tile_list(experts, tiles, num_experts)

@@ -1,15 +1,16 @@
 """Byte layout of KV pages and slot extents on the GPU.
 
-Page: ``[layer part][layer part]...``, one contiguous extent for all layers; each part starts at a multiple of 2,304 bytes
-(576 and 256 both divide it), and so does the page. A key row is 584 bytes: 448 e4m3 channels and 64 bf16 rope channels
-(576 bytes of data), and 8 bytes of E8M0 scales (7 used). Inside a part all data rows come first, then all scale rows.
+Page: ``[layer part][layer part]...``, one contiguous extent for all layers; each part starts at a
+multiple of 2,304 bytes (576 and 256 both divide it), and so does the page. A key row is 584 bytes:
+448 e4m3 channels and 64 bf16 rope channels (576 bytes of data), and 8 bytes of E8M0 scales (7
+used). Inside a part all data rows come first, then all scale rows.
 
     CSA part      page_tokens / 4 rows of 576, then of 8 bytes
     indexer part  page_tokens / 4 rows of 128 e4m3, then of one fp32 scale
     HCA part      page_tokens / 128 rows of 576, then of 8 bytes
 
-Slot extent: per layer the window ring (position p in row p mod ring) with the same row split, then the compressor state
-rings (position p in row p mod 16 or 256; fp32, values c then scores s).
+Slot extent: per layer the window ring (position p in row p mod ring) with the same row split, then
+the compressor state rings (position p in row p mod 16 or 256; fp32, values c then scores s).
 """
 
 from dataclasses import dataclass
@@ -38,7 +39,9 @@ def align(size: int) -> int:
 
 @dataclass(frozen=True)
 class Part:
-    """One layer's rows inside a page or a slot extent: byte offset of the first data row, number of rows."""
+    """One layer's rows inside a page or a slot extent: byte offset of the first data row, number
+    of rows.
+    """
 
     offset: int
     rows: int
@@ -60,7 +63,8 @@ class Part:
 class PageLayout:
     """Where each layer's rows are in a page.
 
-    ratios: per layer 0 (window only), 4 (CSA) or 128 (HCA). keys and index map a layer number to its Part.
+    ratios: per layer 0 (window only), 4 (CSA) or 128 (HCA). keys and index map a layer number to
+    its Part.
     """
 
     page_tokens: int
@@ -71,9 +75,13 @@ class PageLayout:
 
 
 def page_layout(ratios: tuple[int, ...], page_tokens: int) -> PageLayout:
-    """Lay out a page of ``page_tokens`` tokens (a multiple of 128). Raises ValueError for other sizes or ratios."""
+    """Lay out a page of ``page_tokens`` tokens (a multiple of 128). Raises ValueError for other
+    sizes or ratios.
+    """
     if page_tokens <= 0 or page_tokens % HCA_RATIO:
-        raise ValueError(f"page_tokens must be a positive multiple of {HCA_RATIO}, not {page_tokens}")
+        raise ValueError(
+            f"page_tokens must be a positive multiple of {HCA_RATIO}, not {page_tokens}"
+        )
     offset = 0
     keys: dict[int, Part] = {}
     index: dict[int, Part] = {}
@@ -94,8 +102,8 @@ def page_layout(ratios: tuple[int, ...], page_tokens: int) -> PageLayout:
 class SlotLayout:
     """Where each layer's rings are in a slot extent.
 
-    window, state (main compressor) and index_state map a layer number to its Part; state rows hold c then s in fp32.
-    The MTP layer, if any, is the layer after the last one and has a window only.
+    window, state (main compressor) and index_state map a layer number to its Part; state rows hold
+    c then s in fp32. The MTP layer, if any, is the layer after the last one and has a window only.
     """
 
     ring_rows: int
@@ -106,7 +114,9 @@ class SlotLayout:
 
 
 def slot_layout(ratios: tuple[int, ...], max_drafts: int, with_mtp: bool = True) -> SlotLayout:
-    """Lay out a slot extent: window rings of 128 + max_drafts rows, state rings of 16 and 256 rows."""
+    """Lay out a slot extent: window rings of 128 + max_drafts rows, state rings of 16 and 256
+    rows.
+    """
     if max_drafts < 0:
         raise ValueError("max_drafts must not be negative")
     ring = WINDOW + max_drafts

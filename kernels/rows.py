@@ -1,4 +1,6 @@
-"""Key rows in plain torch: quantise, write into a part, read back. The reference for every kernel that touches pages."""
+"""Key rows in plain torch: quantise, write into a part, read back. The reference for every kernel
+that touches pages.
+"""
 
 import torch
 
@@ -12,9 +14,11 @@ from decant.kernels.layout import (
 
 
 def quantise_keys_ref(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """keys [n, 512] -> data uint8 [n, 576] and scales uint8 [n, 8] (E8M0; groups of 64; the eighth byte is 0).
+    """keys [n, 512] -> data uint8 [n, 576] and scales uint8 [n, 8] (E8M0; groups of 64; the eighth
+    byte is 0).
 
-    Scale 2^ceil(log2(max(amax, 1e-4) / 448)); values divided, clamped to +-448, rounded to nearest even.
+    Scale 2^ceil(log2(max(amax, 1e-4) / 448)); values divided, clamped to +-448, rounded to nearest
+    even.
     """
     nope = keys[:, :NOPE_CHANNELS].float().unflatten(-1, (-1, SCALE_GROUP))
     amax = nope.abs().amax(-1).clamp_min(1e-4)
@@ -37,8 +41,12 @@ def dequantise_keys_ref(data: torch.Tensor, scales: torch.Tensor) -> torch.Tenso
     return torch.cat((nope, rope), dim=-1)
 
 
-def write_rows(extent: torch.Tensor, part: Part, row: int, data: torch.Tensor, scale: torch.Tensor) -> None:
-    """Write one row (data bytes and scale bytes, uint8) into ``part`` of one page or slot extent (uint8 [stride])."""
+def write_rows(
+    extent: torch.Tensor, part: Part, row: int, data: torch.Tensor, scale: torch.Tensor
+) -> None:
+    """Write one row (data bytes and scale bytes, uint8) into ``part`` of one page or slot extent
+    (uint8 [stride]).
+    """
     start = part.offset + row * part.data_bytes
     extent[start : start + part.data_bytes] = data
     start = part.scale_offset + row * part.scale_bytes

@@ -1,11 +1,15 @@
-"""Sparse attention of decode rows: window keys plus selected (CSA) or all (HCA) compressed keys, one softmax, sink.
+"""Sparse attention of decode rows: window keys plus selected (CSA) or all (HCA) compressed keys,
+one softmax, sink.
 
 Data sheet
   q        fp16 or bf16 [R, H, 512], any H; a verify step passes several rows of one sequence
-  keys     584-byte rows (448 e4m3, 64 bf16, 7 E8M0 scales), key = value; dequantised to fp16: exact for every scale
+  keys     584-byte rows (448 e4m3, 64 bf16, 7 E8M0 scales), key = value; dequantised to fp16:
+           exact for every scale
            between 2^-14 and 2^6
-  work     program = (row, 16 heads, split); the splits of a row share its tiles of keys evenly by its live length
-  combine  the last program of a row merges the partial results in split order and clears its own counter
+  work     program = (row, 16 heads, split); the splits of a row share its tiles of keys evenly by
+           its live length
+  combine  the last program of a row merges the partial results in split order and clears its own
+           counter
   launches 1; grid (rows, head blocks, splits) depends on the bucket only
   floor    584 bytes per key and row over the read rate
 """
@@ -18,12 +22,13 @@ import triton.language as tl
 
 from decant.kernels.config import Config, lookup
 from decant.kernels.layout import DATA_BYTES, SCALE_BYTES, WINDOW, Part
-from decant.kernels.tiles import mma
+from decant.kernels.tiles import cast_like, mma
 
 SCALE = 1.0 / math.sqrt(512.0)
 WINDOW_ONLY, SELECTED, ALL = 0, 1, 2
 
-# (architecture, kind) -> ((largest number of rows, configuration), ...); block_n keys a tile, splits per row
+# (architecture, kind) -> ((largest number of rows, configuration), ...); block_n keys a tile,
+# splits per row
 CONFIGS: dict[tuple[str, int], tuple[tuple[int, Config], ...]] = {
     ("sm_90", WINDOW_ONLY): ((1 << 30, Config(block_n=32, splits=2, num_warps=4, num_stages=1)),),
     ("sm_90", SELECTED): (
@@ -52,8 +57,12 @@ CONFIGS: dict[tuple[str, int], tuple[tuple[int, Config], ...]] = {
 }
 
 
-def sparse_mla_decode_ref(q: torch.Tensor, keys: list[torch.Tensor], sink: torch.Tensor) -> torch.Tensor:
-    """Plain torch: q [R, H, 512], keys[r] [n_r, 512] dequantised and visible, sink [H] -> float64 [R, H, 512]."""
+def sparse_mla_decode_ref(
+    q: torch.Tensor, keys: list[torch.Tensor], sink: torch.Tensor
+) -> torch.Tensor:
+    """Plain torch: q [R, H, 512], keys[r] [n_r, 512] dequantised and visible, sink [H] -> float64
+    [R, H, 512].
+    """
     out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
     for row, visible in enumerate(keys):
         k = visible.double()
@@ -68,11 +77,13 @@ def _attend_kernel(
     q, slots, pages, slot_of_row, position_of_row, page_table, selected, selected_count, sink,
     partial, partial_ml, counter, out,
     slot_stride16, window_offset16, page_stride16, part_offset16, table_stride,
-    H: tl.constexpr, RING: tl.constexpr, ROWS: tl.constexpr, RATIO: tl.constexpr, KIND: tl.constexpr,
-    TOP_K: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr,
+    H: tl.constexpr, RING: tl.constexpr, ROWS: tl.constexpr, RATIO: tl.constexpr,
+    KIND: tl.constexpr, TOP_K: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr,
     WINDOW_KEYS: tl.constexpr, DATA: tl.constexpr, SCALES: tl.constexpr, QK_SCALE: tl.constexpr,
 ):  # fmt: skip
-    """Strides and offsets are in units of 16 bytes. KIND: 0 window, 1 selected entries, 2 all entries (RATIO)."""
+    """Strides and offsets are in units of 16 bytes. KIND: 0 window, 1 selected entries, 2 all
+    entries (RATIO).
+    """
     row = tl.program_id(0)
     head_block = tl.program_id(1)
     split = tl.program_id(2)
@@ -88,7 +99,9 @@ def _attend_kernel(
     q_nope = tl.load(
         q_base + channel[None, :], mask=live_head[:, None] & (channel[None, :] < 448), other=0.0
     ).to(tl.float16)
-    q_rope = tl.load(q_base + 448 + rope[None, :], mask=live_head[:, None], other=0.0).to(tl.float16)
+    q_rope = tl.load(q_base + 448 + rope[None, :], mask=live_head[:, None], other=0.0).to(
+        tl.float16
+    )
 
     window_keys = tl.minimum(position + 1, WINDOW_KEYS)
     window_first = position + 1 - window_keys
@@ -134,8 +147,9 @@ def _attend_kernel(
             valid = valid | live
         codes = tl.load(
             data[:, None, None] + (group * 64)[None, :, None] + rope[None, None, :],
-            mask=valid[:, None, None] & (group < 7)[None, :, None], other=0,
-        )  # fmt: skip
+            mask=valid[:, None, None] & (group < 7)[None, :, None],
+            other=0,
+        )
         exponent = tl.load(
             scale[:, None] + group[None, :], mask=valid[:, None] & (group < 7)[None, :], other=0
         )
@@ -168,9 +182,13 @@ def _attend_kernel(
         top = tl.maximum(peak, sink_logit)
         denominator = total * tl.exp2(peak - top) + tl.exp2(sink_logit - top)
         factor = tl.exp2(peak - top) / denominator
-        tl.store(out + o_base + channel[None, :], (acc * factor[:, None]).to(out.dtype.element_ty), mask=nope_mask)
         tl.store(
-            out + o_base + 448 + rope[None, :], (acc_rope * factor[:, None]).to(out.dtype.element_ty), mask=rope_mask
+            out + o_base + channel[None, :], cast_like(acc * factor[:, None], out), mask=nope_mask
+        )
+        tl.store(
+            out + o_base + 448 + rope[None, :],
+            cast_like(acc_rope * factor[:, None], out),
+            mask=rope_mask,
         )
     else:
         p_base = ((row * SPLITS + split).to(tl.int64) * H + head[:, None]) * 512
@@ -186,7 +204,9 @@ def _attend_kernel(
             top = sink_logit
             for s in tl.static_range(SPLITS):
                 ml = partial_ml + ((row * SPLITS + s) * H + head) * 2
-                top = tl.maximum(top, tl.load(ml, mask=live_head, other=float("-inf"), volatile=True))
+                top = tl.maximum(
+                    top, tl.load(ml, mask=live_head, other=float("-inf"), volatile=True)
+                )
             denominator = tl.exp2(sink_logit - top)
             o = tl.zeros([BLOCK_H, 512], dtype=tl.float32)
             for s in range(SPLITS):
@@ -196,18 +216,26 @@ def _attend_kernel(
                 denominator += tl.load(ml + 1, mask=live_head, other=0.0, volatile=True) * factor
                 p_base = ((row * SPLITS + s).to(tl.int64) * H + head[:, None]) * 512
                 piece = tl.load(
-                    partial + p_base + channel[None, :], mask=live_head[:, None], other=0.0, cache_modifier=".cg"
+                    partial + p_base + channel[None, :],
+                    mask=live_head[:, None],
+                    other=0.0,
+                    cache_modifier=".cg",
                 )
                 o += piece * factor[:, None]
             tl.store(
-                out + o_base + channel[None, :], (o / denominator[:, None]).to(out.dtype.element_ty),
+                out + o_base + channel[None, :],
+                cast_like(o / denominator[:, None], out),
                 mask=live_head[:, None],
-            )  # fmt: skip
+            )
             tl.store(counter + row * tl.num_programs(1) + head_block, 0)
 
 
-def workspace(rows: int, heads: int, kind: int, arch: str, device: torch.device | str) -> tuple[torch.Tensor, ...]:
-    """(partial, partial_ml, counter) for a bucket; counter starts at zero and returns to zero after each launch."""
+def workspace(
+    rows: int, heads: int, kind: int, arch: str, device: torch.device | str
+) -> tuple[torch.Tensor, ...]:
+    """(partial, partial_ml, counter) for a bucket; counter starts at zero and returns to zero
+    after each launch.
+    """
     splits = lookup(CONFIGS[arch, kind], rows).splits
     return (
         torch.empty(rows, splits, heads, 512, dtype=torch.float32, device=device),
@@ -237,10 +265,11 @@ def sparse_mla_decode(
 ) -> torch.Tensor:
     """Attention of R query rows.
 
-    q [R, H, 512]; slots and pages uint8 extents with strides in bytes; window and part say where this layer's rows are
-    (part None for window-only layers). slot_of_row, position_of_row int32 [R] (position < 0: padded row, output is zero);
-    page_table int32 [slots, width]. CSA passes selected int32 [R, top_k] entry numbers and selected_count int32 [R]; HCA
-    passes ratio 128. sink fp32 [H]. out [R, H, 512] fp16, bf16 or fp32.
+    q [R, H, 512]; slots and pages uint8 extents with strides in bytes; window and part say where
+    this layer's rows are (part None for window-only layers). slot_of_row, position_of_row int32
+    [R] (position < 0: padded row, output is zero); page_table int32 [slots, width]. CSA passes
+    selected int32 [R, top_k] entry numbers and selected_count int32 [R]; HCA passes ratio 128.
+    sink fp32 [H]. out [R, H, 512] fp16, bf16 or fp32.
     """
     rows, heads, width = q.shape
     kind = WINDOW_ONLY if part is None else (ALL if selected is None else SELECTED)
@@ -254,12 +283,37 @@ def sparse_mla_decode(
     partial, partial_ml, counter = scratch
     top_k = 0 if selected is None else selected.shape[1]
     _attend_kernel[(rows, triton.cdiv(heads, 16), config.splits)](
-        q, slots, pages, slot_of_row, position_of_row, page_table, selected, selected_count, sink,
-        partial, partial_ml, counter, out,
-        slot_stride // 16, window.offset // 16, page_stride // 16, part.offset // 16 if part else 0,
+        q,
+        slots,
+        pages,
+        slot_of_row,
+        position_of_row,
+        page_table,
+        selected,
+        selected_count,
+        sink,
+        partial,
+        partial_ml,
+        counter,
+        out,
+        slot_stride // 16,
+        window.offset // 16,
+        page_stride // 16,
+        part.offset // 16 if part else 0,
         page_table.stride(0),
-        H=heads, RING=window.rows, ROWS=part.rows if part else 1, RATIO=max(ratio, 1), KIND=kind, TOP_K=top_k,
-        SPLITS=config.splits, BLOCK=config.block_n, BLOCK_H=16, WINDOW_KEYS=WINDOW,
-        DATA=DATA_BYTES, SCALES=SCALE_BYTES, QK_SCALE=SCALE * math.log2(math.e), **config.launch(),
-    )  # fmt: skip
+        H=heads,
+        RING=window.rows,
+        ROWS=part.rows if part else 1,
+        RATIO=max(ratio, 1),
+        KIND=kind,
+        TOP_K=top_k,
+        SPLITS=config.splits,
+        BLOCK=config.block_n,
+        BLOCK_H=16,
+        WINDOW_KEYS=WINDOW,
+        DATA=DATA_BYTES,
+        SCALES=SCALE_BYTES,
+        QK_SCALE=SCALE * math.log2(math.e),
+        **config.launch(),
+    )
     return out

@@ -1,8 +1,8 @@
 """Device helpers that several kernels share: matrix product, FP4 and FP8 conversions.
 
-Everything here is called from inside Triton kernels. Under ``TRITON_INTERPRET=1`` the interpreter has no
-inline PTX and multiplies bf16 bit patterns as integers, so each helper has a plain branch for it; the branch
-is chosen at compile time and costs nothing on the GPU.
+Everything here is called from inside Triton kernels. Under ``TRITON_INTERPRET=1`` the interpreter
+has no inline PTX and multiplies bf16 bit patterns as integers, so each helper has a plain branch
+for it; the branch is chosen at compile time and costs nothing on the GPU.
 """
 
 import os
@@ -43,18 +43,26 @@ def power_of_two_scale(amax):
 @triton.jit
 def to_e4m3(x):
     """fp32 to e4m3 with saturation at +-448, round to nearest even."""
-    return tl.minimum(tl.maximum(x, -FP8_MAX), FP8_MAX).to(tl.float8e4nv)
+    x = tl.minimum(tl.maximum(x, -FP8_MAX), FP8_MAX)
+    if INTERPRET:
+        # the interpreter's own conversion loses carries into the exponent: round to the e4m3 grid
+        # first
+        exponent = tl.maximum((x.to(tl.int32, bitcast=True) >> 23) & 0xFF, 121)
+        step = ((exponent - 3) << 23).to(tl.float32, bitcast=True)
+        x = ((x / step + 12582912.0) - 12582912.0) * step
+    return x.to(tl.float8e4nv)
 
 
 @triton.jit
 def fp4_tile(base, offsets, GROUP: tl.constexpr):
     """Load a [rows, GROUP] byte tile of shuffled FP4 and return (low, high) halves as fp16 / 2^14.
 
-    base: uint8 pointer to the first byte of the tile; offsets: [rows, GROUP] byte offsets, columns contiguous
-    and 4-byte aligned. ``low`` holds elements 0..GROUP-1 along K, ``high`` GROUP..2*GROUP-1. The bit order
-    inside each 4-byte word is that of ``fp4_moe.shuffle_words``: four pairs of e2m1 codes, each extracted as
-    an fp16 pair whose value is the code's value times 2^-14 (the two exponent bits of e2m1 land in the low
-    exponent bits of fp16; fp16 subnormals make code 1 exact).
+    base: uint8 pointer to the first byte of the tile; offsets: [rows, GROUP] byte offsets, columns
+    contiguous and 4-byte aligned. ``low`` holds elements 0..GROUP-1 along K, ``high``
+    GROUP..2*GROUP-1. The bit order inside each 4-byte word is that of ``fp4_moe.shuffle_words``:
+    four pairs of e2m1 codes, each extracted as an fp16 pair whose value is the code's value times
+    2^-14 (the two exponent bits of e2m1 land in the low exponent bits of fp16; fp16 subnormals
+    make code 1 exact).
     """
     if INTERPRET:
         column = tl.arange(0, GROUP)[None, :]
@@ -95,3 +103,22 @@ def fp4_tile(base, offsets, GROUP: tl.constexpr):
             pack=4,
         )
     return low, high
+
+
+@triton.jit
+def to_bf16(x):
+    """fp32 to bf16, round to nearest even."""
+    if INTERPRET:  # the interpreter truncates: round the bit pattern first
+        bits = x.to(tl.int32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+        x = tl.where(x == x, rounded, bits).to(tl.float32, bitcast=True)
+    return x.to(tl.bfloat16)
+
+
+@triton.jit
+def cast_like(x, pointer):
+    """fp32 values in the element type of a pointer, rounded to nearest even."""
+    if pointer.dtype.element_ty == tl.bfloat16:
+        return to_bf16(x)
+    else:
+        return x.to(pointer.dtype.element_ty)

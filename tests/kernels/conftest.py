@@ -14,7 +14,9 @@ _patch_lang_tensor = interpreter._patch_lang_tensor
 
 
 def _patch_index(tensor: object, scope: object) -> None:
-    """Triton 3.6's interpreter converts one-element arrays with int(), which numpy 2.4 refuses: use item()."""
+    """Triton 3.6's interpreter converts one-element arrays with int(), which numpy 2.4 refuses:
+    use item().
+    """
     _patch_lang_tensor(tensor, scope)
     scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))  # type: ignore[attr-defined]
 

@@ -15,7 +15,9 @@ def nan(*shape: int, dtype: torch.dtype, device: str) -> torch.Tensor:
 def random_experts(kind: str, experts: int, n: int, k: int) -> fp4_moe.PackedExperts:
     codes = torch.randint(0, 256, (experts, n, k // 2), dtype=torch.uint8)
     if kind == "mxfp4":
-        return fp4_moe.pack_experts(codes, torch.randint(118, 125, (experts, n, k // 32), dtype=torch.uint8))
+        return fp4_moe.pack_experts(
+            codes, torch.randint(118, 125, (experts, n, k // 32), dtype=torch.uint8)
+        )
     scales = (torch.rand(experts, n, k // 16) * 4 + 0.01).to(torch.float8_e4m3fn)
     return fp4_moe.pack_experts(codes, scales, torch.rand(experts) * 0.01 + 0.002)
 
@@ -69,7 +71,9 @@ def test_moe_matches_float64(kind: str, routing: str, tokens: int, device: str, 
     if routing == "one_expert":
         experts = torch.full((tokens, top_k), 3, dtype=torch.int32)
     elif routing == "spread":
-        experts = (torch.arange(tokens * top_k, dtype=torch.int32) % experts_total).view(tokens, top_k)
+        experts = (torch.arange(tokens * top_k, dtype=torch.int32) % experts_total).view(
+            tokens, top_k
+        )
     else:
         experts = torch.stack([torch.randperm(experts_total)[:top_k] for _ in range(tokens)]).int()
     weights = torch.rand(tokens, top_k)
@@ -77,19 +81,26 @@ def test_moe_matches_float64(kind: str, routing: str, tokens: int, device: str, 
     shared = torch.randn(tokens, width)
 
     def move(w: fp4_moe.PackedExperts) -> fp4_moe.PackedExperts:
-        return fp4_moe.PackedExperts(w.codes.to(device), w.scales.to(device), w.rows.to(device), w.group)
+        return fp4_moe.PackedExperts(
+            w.codes.to(device), w.scales.to(device), w.rows.to(device), w.group
+        )
 
     tiles = gate.new_tile_list(
         tokens * top_k, experts_total, fp4_moe.block_tokens(tokens * top_k, arch), device
     )
     gate.tile_list(experts.to(device), tiles, experts_total)
     out = fp4_moe.fp4_moe(
-        x.to(device), move(w13), move(w2), weights.to(device), tiles,
+        x.to(device),
+        move(w13),
+        move(w2),
+        weights.to(device),
+        tiles,
         hidden=nan(tokens * top_k, inner, dtype=torch.float16, device=device),
         partial=nan(tokens * top_k, width, dtype=torch.float32, device=device),
         out=nan(tokens, width, dtype=torch.float32, device=device),
-        arch=arch, shared=shared.to(device),
-    )  # fmt: skip
+        arch=arch,
+        shared=shared.to(device),
+    )
     expected = reference + shared.double()
     error = (out.cpu().double() - expected).norm() / expected.norm()
     assert error < TOLERANCE

@@ -20,13 +20,24 @@ def test_choice_and_weights(tokens: int, hashed: bool, device: str) -> None:
     weights = torch.full((tokens, top_k), float("nan"), device=device)
     partial = torch.full((gate.SPLIT_K, tokens, experts_total), float("nan"), device=device)
     reference = gate.gate_ref(
-        x, weight, None if hashed else bias, table if hashed else None, ids if hashed else None, top_k
+        x,
+        weight,
+        None if hashed else bias,
+        table if hashed else None,
+        ids if hashed else None,
+        top_k,
     )
     gate.route(
-        x.to(device), weight.to(device), partial, experts, weights, None,
-        None if hashed else bias.to(device), table.to(device) if hashed else None,
+        x.to(device),
+        weight.to(device),
+        partial,
+        experts,
+        weights,
+        None,
+        None if hashed else bias.to(device),
+        table.to(device) if hashed else None,
         ids.to(device) if hashed else None,
-    )  # fmt: skip
+    )
     assert experts.cpu().tolist() == reference[0].tolist()
     torch.testing.assert_close(weights.cpu().double(), reference[1], rtol=1e-5, atol=1e-6)
 

@@ -1,17 +1,27 @@
-"""Sparse decode attention against float64: lengths 0, 1, a page exactly; NaN in unused rows; odd head counts."""
+"""Sparse decode attention against float64: lengths 0, 1, a page exactly; NaN in unused rows; odd
+head counts.
+"""
 
 import pytest
 import torch
 
 from decant.kernels import sparse_mla_decode as op
 from decant.kernels.layout import CSA_RATIO, HCA_RATIO, page_layout, slot_layout
-from decant.kernels.rows import dequantise_keys_ref, poison, quantise_keys_ref, random_keys, write_rows
+from decant.kernels.rows import (
+    dequantise_keys_ref,
+    poison,
+    quantise_keys_ref,
+    random_keys,
+    write_rows,
+)
 
 TOLERANCE = 2e-3  # fp16 probabilities and outputs
 
 
 class Pool:
-    """Slots and pages of a two-layer model (CSA, HCA), filled for given sequence lengths; the rest is NaN."""
+    """Slots and pages of a two-layer model (CSA, HCA), filled for given sequence lengths; the rest
+    is NaN.
+    """
 
     def __init__(self, lengths: list[int], page_tokens: int, drafts: int = 3) -> None:
         self.pages_layout = page_layout((CSA_RATIO, HCA_RATIO), page_tokens)
@@ -36,7 +46,9 @@ class Pool:
                     self.window[slot][layer][first:] = dequantise_keys_ref(data, scale)
                     part = self.slots_layout.window[layer]
                     for i in range(n - first):
-                        write_rows(self.slots[slot], part, (first + i) % part.rows, data[i], scale[i])
+                        write_rows(
+                            self.slots[slot], part, (first + i) % part.rows, data[i], scale[i]
+                        )
                 data, scale = quantise_keys_ref(random_keys(max(1, n // ratio)))
                 self.entries[slot][layer] = dequantise_keys_ref(data, scale)
                 part = self.pages_layout.keys[layer]
@@ -48,7 +60,9 @@ class Pool:
 @pytest.mark.parametrize("heads", [16, 4, 18])
 @pytest.mark.parametrize("kind", [op.WINDOW_ONLY, op.SELECTED, op.ALL])
 @pytest.mark.parametrize("page_tokens", [256, 1024])
-def test_attention_matches_float64(heads: int, kind: int, page_tokens: int, device: str, arch: str) -> None:
+def test_attention_matches_float64(
+    heads: int, kind: int, page_tokens: int, device: str, arch: str
+) -> None:
     if (heads, page_tokens) == (18, 1024) and device == "cpu":
         pytest.skip("one page size is enough for this head count under the interpreter")
     lengths = [1, 3, 130, 256, 700]
@@ -62,7 +76,9 @@ def test_attention_matches_float64(heads: int, kind: int, page_tokens: int, devi
     count = torch.zeros(len(positions), dtype=torch.int32)
     keys = []
     for row, (slot, t) in enumerate(zip(slot_of_row, positions, strict=True)):
-        visible = pool.window[slot][layer][max(0, t - 127) : t + 1] if t >= 0 else torch.empty(0, 512)
+        visible = (
+            pool.window[slot][layer][max(0, t - 127) : t + 1] if t >= 0 else torch.empty(0, 512)
+        )
         if kind == op.SELECTED and t >= 0:
             n = (t + 1) // CSA_RATIO
             chosen = torch.randperm(n)[:top_k].int()
@@ -83,14 +99,24 @@ def test_attention_matches_float64(heads: int, kind: int, page_tokens: int, devi
     part = None if kind == op.WINDOW_ONLY else pool.pages_layout.keys[layer]
     for _ in range(2):  # the second call finds the counters as the first left them
         op.sparse_mla_decode(
-            q.to(device), pool.slots.to(device), pool.slots_layout.stride, pool.slots_layout.window[layer],
-            pool.pages.to(device), pool.pages_layout.stride, part,
+            q.to(device),
+            pool.slots.to(device),
+            pool.slots_layout.stride,
+            pool.slots_layout.window[layer],
+            pool.pages.to(device),
+            pool.pages_layout.stride,
+            part,
             torch.tensor(slot_of_row, dtype=torch.int32, device=device),
-            torch.tensor(positions, dtype=torch.int32, device=device), pool.table.to(device), sink.to(device),
-            scratch, out, arch, ratio=HCA_RATIO if kind == op.ALL else 0,
+            torch.tensor(positions, dtype=torch.int32, device=device),
+            pool.table.to(device),
+            sink.to(device),
+            scratch,
+            out,
+            arch,
+            ratio=HCA_RATIO if kind == op.ALL else 0,
             selected=selected.to(device) if kind == op.SELECTED else None,
             selected_count=count.to(device) if kind == op.SELECTED else None,
-        )  # fmt: skip
+        )
         if device == "cpu":
             break
     got = out.cpu().double()

@@ -1,0 +1,423 @@
+"""The one list of cases: shapes of DeepSeek-V4-Flash per operation, as problems for benchmark,
+check and warm-up.
+
+Sizes are those of one rank of four (16 heads, expert slice 512). Each builder makes rotating input
+sets, the operation's call, its byte and operation counts, and an error against float64.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from decant.kernels import fp4_moe, fp8_linear, gate, indexer, mhc, sparse_mla_decode
+from decant.kernels.bench import Problem, sets_for
+from decant.kernels.layout import CSA_RATIO, HCA_RATIO, ROW_BYTES, page_layout, slot_layout
+from decant.kernels.rows import dequantise_keys_ref, read_rows
+
+HIDDEN = 4096
+EXPERTS = 256
+TOP_K = 6
+EXPERT_SLICE = 512
+HEADS = 16
+PAGE_TOKENS = 1024
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of the benchmark: operation and builder (which takes the architecture)."""
+
+    op: str
+    build: Callable[[str], Problem]
+
+
+def relative(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """Norm of the difference over the norm of the expected tensor; NaN counts as infinite."""
+    value = float((got.double() - expected.double()).norm() / expected.double().norm())
+    return value if value == value else float("inf")
+
+
+def _experts(kind: str, n: int, k: int, experts: int = EXPERTS) -> fp4_moe.PackedExperts:
+    group = 32 if kind == "mxfp4" else 16
+    codes = torch.randint(
+        0, 256, (experts, k // (2 * group), n, group), dtype=torch.uint8, device="cuda"
+    )
+    if kind == "mxfp4":
+        scales = torch.randint(24, 30, (experts, k // 32, n), dtype=torch.uint8, device="cuda")
+    else:
+        scales = torch.randint(40, 64, (experts, k // 16, n), dtype=torch.uint8, device="cuda")
+    rows = torch.full((experts, n), 2.0**-7, device="cuda")
+    return fp4_moe.PackedExperts(codes, scales, rows, group)
+
+
+def moe(arch: str, tokens: int, kind: str, num_experts: int = EXPERTS) -> Problem:
+    """Routed experts of one layer, uniform routing."""
+    w13 = _experts(kind, 2 * EXPERT_SLICE, HIDDEN, num_experts)
+    w2 = _experts(kind, HIDDEN, EXPERT_SLICE, num_experts)
+    pairs = tokens * TOP_K
+    sets = 8
+    chosen = [
+        torch.rand(tokens, num_experts, device="cuda").topk(TOP_K, -1).indices.int()
+        for _ in range(sets)
+    ]
+    weights = [torch.rand(tokens, TOP_K, device="cuda") for _ in range(sets)]
+    xs = [torch.randn(tokens, HIDDEN, device="cuda").half() for _ in range(sets)]
+    lists = []
+    touched = 0
+    for experts in chosen:
+        tiles = gate.new_tile_list(pairs, num_experts, fp4_moe.block_tokens(pairs, arch), "cuda")
+        gate.tile_list(experts, tiles, num_experts)
+        lists.append(tiles)
+        touched += experts.unique().numel()
+    hidden = torch.empty(pairs, EXPERT_SLICE, dtype=torch.float16, device="cuda")
+    products = torch.empty(pairs, HIDDEN, device="cuda")
+    out = torch.empty(tokens, HIDDEN, dtype=torch.bfloat16, device="cuda")
+
+    def run(i: int) -> None:
+        fp4_moe.fp4_moe(xs[i], w13, w2, weights[i], lists[i], hidden, products, out, arch)
+
+    def error() -> float:
+        for scratch in (hidden, products, out):
+            scratch.fill_(float("nan"))
+        run(0)
+        some = min(tokens, 4)
+        experts = chosen[0][:some]
+        used, slots = experts.unique(return_inverse=True)
+
+        def pick(w: fp4_moe.PackedExperts) -> fp4_moe.PackedExperts:
+            index = used.long()
+            return fp4_moe.PackedExperts(w.codes[index], w.scales[index], w.rows[index], w.group)
+
+        expected = fp4_moe.fp4_moe_ref(xs[0][:some], pick(w13), pick(w2), slots, weights[0][:some])
+        if not bool(out.isfinite().all()):
+            return float("inf")
+        return relative(out[:some], expected)
+
+    per_expert = 3 * HIDDEN * EXPERT_SLICE
+    size = int(touched / sets * per_expert * (0.5 + 1 / w13.group)) + tokens * HIDDEN * 4
+    return Problem(
+        "moe", f"{kind} tokens={tokens}", sets, run, size, 2 * pairs * per_expert, error, 6e-3
+    )
+
+
+def linear(arch: str, tokens: int, n: int, k: int) -> Problem:
+    """FP8 linear; peer: torch._scaled_mm with one scale for everything, activations quantised
+    beforehand.
+    """
+    size = n * k + n * k // 16384 + tokens * (k + n) * 2
+    sets = sets_for(size)
+    weights = [torch.randn(n, k, device="cuda").to(torch.float8_e4m3fn) for _ in range(sets)]
+    scale = torch.randint(115, 124, (n // 128, k // 128), dtype=torch.uint8, device="cuda")
+    x = torch.randn(tokens, k, device="cuda").bfloat16()
+    x8 = torch.zeros(-(-tokens // 16) * 16, k, device="cuda").to(torch.float8_e4m3fn)
+    x8[:tokens] = x.to(torch.float8_e4m3fn)
+    one = torch.ones((), device="cuda")
+    out = torch.empty(tokens, n, dtype=torch.bfloat16, device="cuda")
+    scratch = fp8_linear.workspace(n, 64, "cuda")
+
+    def run(i: int) -> None:
+        fp8_linear.fp8_linear(x, weights[i], scale, scratch, out, arch)
+
+    def error() -> float:
+        out.fill_(float("nan"))
+        run(0)
+        return relative(out, fp8_linear.fp8_linear_ref(x, weights[0], scale))
+
+    def peer(i: int) -> None:
+        torch._scaled_mm(x8, weights[i].t(), one, one, out_dtype=torch.bfloat16)
+
+    return Problem(
+        "linear",
+        f"M={tokens} N={n} K={k}",
+        sets,
+        run,
+        size,
+        2 * tokens * n * k,
+        error,
+        5e-3,
+        "_scaled_mm",
+        peer,
+    )
+
+
+def _random_rows(extents: torch.Tensor) -> None:
+    """Fill uint8 extents [n, stride] with valid key rows everywhere: random codes and scales near
+    1.
+    """
+    flat = extents.view(-1)
+    step = 1 << 28
+    for start in range(0, flat.numel(), step):
+        piece = flat[start : start + step]
+        piece.copy_(torch.randint(0, 120, piece.shape, dtype=torch.uint8, device=piece.device))
+
+
+def attention(arch: str, rows: int, kind: int, context: int) -> Problem:
+    """Sparse decode: rows sequences of ``context`` tokens, CSA with 512 selected entries or HCA
+    with all.
+    """
+    ratio = HCA_RATIO if kind == sparse_mla_decode.ALL else CSA_RATIO
+    pages_layout = page_layout((ratio,), PAGE_TOKENS)
+    slots_layout = slot_layout((ratio,), 3)
+    width = -(-context // PAGE_TOKENS)
+    copies = max(1, min(8, -(-(300 << 20) // (rows * width * pages_layout.stride))))
+    pages = torch.empty(
+        copies * rows * width, pages_layout.stride, dtype=torch.uint8, device="cuda"
+    )
+    slots = torch.empty(copies * rows, slots_layout.stride, dtype=torch.uint8, device="cuda")
+    _random_rows(pages)
+    _random_rows(slots)
+    part, window = pages_layout.keys[0], slots_layout.window[0]
+    for extents, where in ((pages, part), (slots, window)):  # scales between 2^-7 and 1
+        begin, end = where.scale_offset, where.scale_offset + 8 * where.rows
+        extents[:, begin:end] = torch.randint(
+            120, 128, (extents.shape[0], end - begin), dtype=torch.uint8, device="cuda"
+        )
+    table = torch.randperm(copies * rows * width, device="cuda").int().view(copies * rows, width)
+    positions = torch.full((rows,), context - 1, dtype=torch.int32, device="cuda")
+    slot_of_row = [torch.arange(rows, device="cuda").int() + c * rows for c in range(copies)]
+    q = torch.randn(rows, HEADS, 512, device="cuda").bfloat16()
+    sink = torch.randn(HEADS, device="cuda")
+    out = torch.empty(rows, HEADS, 512, dtype=torch.bfloat16, device="cuda")
+    scratch = sparse_mla_decode.workspace(rows, HEADS, kind, arch, "cuda")
+    entries = context // ratio
+    take = min(512, entries)
+    selected = [
+        torch.rand(rows, entries, device="cuda").topk(take, -1).indices.sort(-1).values.int()
+        if kind == sparse_mla_decode.SELECTED
+        else None
+        for _ in range(copies)
+    ]
+    count = torch.full((rows,), take, dtype=torch.int32, device="cuda")
+
+    def run(i: int) -> None:
+        sparse_mla_decode.sparse_mla_decode(
+            q,
+            slots,
+            slots_layout.stride,
+            window,
+            pages,
+            pages_layout.stride,
+            None if kind == sparse_mla_decode.WINDOW_ONLY else part,
+            slot_of_row[i],
+            positions,
+            table,
+            sink,
+            scratch,
+            out,
+            arch,
+            ratio=ratio,
+            selected=selected[i],
+            selected_count=count if selected[i] is not None else None,
+        )
+
+    def error() -> float:
+        out.fill_(float("nan"))
+        run(copies - 1)
+        worst = 0.0
+        for row in {0, rows - 1}:
+            slot = int(slot_of_row[copies - 1][row])
+            data, scale = read_rows(slots[slot], window)
+            ring = (torch.arange(context - min(context, 128), context, device="cuda")) % window.rows
+            keys = [dequantise_keys_ref(data[ring], scale[ring])]
+            chosen = selected[copies - 1]
+            wanted = (
+                chosen[row].long() if chosen is not None else torch.arange(entries, device="cuda")
+            )
+            if kind != sparse_mla_decode.WINDOW_ONLY:
+                for page in (wanted // part.rows).unique().tolist():
+                    data, scale = read_rows(pages[int(table[slot, page])], part)
+                    inside = wanted[wanted // part.rows == page] % part.rows
+                    keys.append(dequantise_keys_ref(data[inside], scale[inside]))
+            expected = sparse_mla_decode.sparse_mla_decode_ref(
+                q[row : row + 1], [torch.cat(keys)], sink
+            )
+            worst = max(worst, relative(out[row : row + 1], expected))
+        return worst
+
+    keys = min(128, context) + (0 if kind == 0 else take if kind == 1 else entries)
+    name = {0: "window", 1: "CSA", 2: "HCA"}[kind]
+    return Problem(
+        "attention",
+        f"{name} rows={rows} context={context}",
+        copies,
+        run,
+        rows * keys * ROW_BYTES + 2 * rows * HEADS * 512 * 2,
+        4 * rows * HEADS * 512 * keys,
+        error,
+        6e-3,
+    )
+
+
+def boundary(arch: str, tokens: int) -> Problem:
+    """mHC boundary."""
+    size = 24 * 4 * HIDDEN * 4 + tokens * HIDDEN * 2 * (4 + 1 + 4 + 1)
+    sets = sets_for(size)
+    fns = [torch.randn(24, 4 * HIDDEN, device="cuda") * 0.01 for _ in range(sets)]
+    copies = min(sets, max(1, (1 << 30) // (tokens * HIDDEN * 8)))
+    xs = [torch.randn(tokens, 4, HIDDEN, device="cuda").bfloat16() for _ in range(copies)]
+    base, scale = torch.randn(24, device="cuda"), torch.rand(3, device="cuda")
+    norm = torch.rand(HIDDEN, device="cuda").bfloat16()
+    y = torch.randn(tokens, HIDDEN, device="cuda").bfloat16()
+    post = torch.rand(tokens, 4, device="cuda")
+    comb = torch.rand(tokens, 4, 4, device="cuda")
+    streams = torch.empty(tokens, 4, HIDDEN, dtype=torch.bfloat16, device="cuda")
+    out = torch.empty(tokens, HIDDEN, dtype=torch.bfloat16, device="cuda")
+    shares = mhc.workspace(tokens, arch, "cuda")
+
+    def run(i: int) -> None:
+        mhc.mhc_boundary(
+            xs[i % copies], y, post, comb, fns[i], base, scale, norm, streams, shares, out, arch
+        )
+
+    def error() -> float:
+        out.fill_(float("nan"))
+        streams.fill_(float("nan"))
+        shares.fill_(float("nan"))
+        before = mhc.combine_ref(xs[0][:16], y[:16], post[:16], comb[:16])
+        run(0)
+        pre, _, _ = mhc.mix_ref(streams[:16], fns[0], base, scale)
+        expected = mhc.collapse_ref(streams[:16], pre, norm)
+        return max(relative(streams[:16], before), relative(out[:16], expected))
+
+    return Problem("mhc", f"tokens={tokens}", sets, run, size, 0, error, 5e-3)
+
+
+def index(arch: str, rows: int, context: int, what: str, table_tokens: int = 0) -> Problem:
+    """Indexer logits or top-512 over ``context`` tokens; table_tokens widens the page table beyond
+    the context.
+    """
+    layout = page_layout((CSA_RATIO,), PAGE_TOKENS)
+    part = layout.index[0]
+    width = -(-context // PAGE_TOKENS)
+    copies = max(1, min(8, -(-(300 << 20) // (rows * context // 4 * 132))))
+    pages = torch.empty(copies * rows * width, layout.stride, dtype=torch.uint8, device="cuda")
+    _random_rows(pages)
+    begin, end = part.scale_offset, part.scale_offset + 4 * part.rows
+    ones = torch.ones(pages.shape[0], part.rows, device="cuda").view(torch.uint8)
+    pages[:, begin:end] = ones
+    table = torch.zeros(
+        copies * rows, max(width, table_tokens // PAGE_TOKENS), dtype=torch.int32, device="cuda"
+    )
+    table[:, :width] = (
+        torch.randperm(copies * rows * width, device="cuda").int().view(copies * rows, width)
+    )
+    positions = torch.full((rows,), context - 1, dtype=torch.int32, device="cuda")
+    slot_of_row = [torch.arange(rows, device="cuda").int() + c * rows for c in range(copies)]
+    plan = indexer.new_plan(rows, arch, "cuda")
+    indexer.fill_plan(positions, plan)
+    entries = [context // 4] * rows
+    logits = torch.randn(indexer.logits_capacity(entries, plan.tile), device="cuda")
+    slots = max(1, indexer.chunk_slots(entries, plan.chunk))
+    best_value = torch.empty(slots, 512, device="cuda")
+    best_entry = torch.empty(slots, 512, dtype=torch.int32, device="cuda")
+    selected = torch.empty(rows, 512, dtype=torch.int32, device="cuda")
+    count = torch.empty(rows, dtype=torch.int32, device="cuda")
+    codes = torch.randn(rows, 64, 128, device="cuda").to(torch.float8_e4m3fn)
+    weights = torch.randn(rows, 64, device="cuda")
+
+    def score(i: int) -> None:
+        indexer.index_logits(
+            codes, weights, pages, layout.stride, part, table, slot_of_row[i], plan, logits, arch
+        )
+
+    def select(i: int) -> None:
+        indexer.index_select(logits, plan, best_value, best_entry, selected, count, arch)
+
+    def score_error() -> float:
+        logits.fill_(float("nan"))
+        score(copies - 1)
+        row, n = rows - 1, context // 4
+        slot = int(slot_of_row[copies - 1][row])
+        keys = torch.cat([read_rows(pages[int(p)], part)[0] for p in table[slot, :width].tolist()])
+        values = keys[:n].contiguous().view(torch.float8_e4m3fn).float()
+        expected = indexer.logits_ref(codes[row].float(), weights[row], values)
+        start = int(plan.row_start[row])
+        return relative(logits[start : start + n], expected)
+
+    def select_error() -> float:
+        selected.fill_(-7)
+        logits.copy_(torch.randn_like(logits))
+        select(0)
+        row, n = rows - 1, context // 4
+        start = int(plan.row_start[row])
+        expected = indexer.top_k_ref(logits[start : start + n], 512)
+        return float((selected[row].long() != expected).sum())
+
+    size = rows * context // 4 * (132 if what == "logits" else 4)
+    flops = rows * context // 4 * 64 * 128 * 2 if what == "logits" else 0
+    suffix = f" table={table_tokens}" if table_tokens else ""
+    run, error = (score, score_error) if what == "logits" else (select, select_error)
+    peer, peer_run = "", None
+    if what == "top":
+        view = logits[: rows * (context // 4)].view(rows, context // 4)
+        peer = "torch.topk"
+
+        def peer_run(i: int) -> None:
+            torch.topk(view, 512)
+
+    return Problem(
+        "index",
+        f"{what} rows={rows} context={context}{suffix}",
+        copies,
+        run,
+        size,
+        flops // 2,
+        error,
+        1e-3,
+        peer,
+        peer_run,
+    )
+
+
+def router(arch: str, tokens: int) -> Problem:
+    """Gate, choice and work list."""
+    sets = 24
+    weights = [torch.randn(EXPERTS, HIDDEN, device="cuda").bfloat16() * 0.05 for _ in range(sets)]
+    x = torch.randn(tokens, HIDDEN, device="cuda").bfloat16()
+    bias = torch.randn(EXPERTS, device="cuda") * 0.1
+    logits = torch.empty(gate.SPLIT_K, tokens, EXPERTS, device="cuda")
+    experts = torch.empty(tokens, TOP_K, dtype=torch.int32, device="cuda")
+    chosen = torch.empty(tokens, TOP_K, device="cuda")
+    pairs = tokens * TOP_K
+    tiles = gate.new_tile_list(pairs, EXPERTS, fp4_moe.block_tokens(pairs, arch), "cuda")
+
+    def run(i: int) -> None:
+        gate.route(x, weights[i], logits, experts, chosen, tiles, bias)
+
+    def error() -> float:
+        logits.fill_(float("nan"))
+        run(0)
+        wanted, values = gate.gate_ref(x, weights[0], bias, None, None, TOP_K)
+        if not torch.equal(experts.long(), wanted):
+            return float((experts.long() != wanted).float().mean()) * 1e-2
+        return relative(chosen, values)
+
+    return Problem("gate", f"tokens={tokens}", sets, run, EXPERTS * HIDDEN * 2, 0, error, 1e-4)
+
+
+def cases() -> Iterator[Case]:
+    """Every case of the benchmark, in the order of their weight in a decode step."""
+    for kind in ("mxfp4", "nvfp4"):
+        for tokens in (1, 8, 16, 32, 64) if kind == "mxfp4" else (1, 64):
+            yield Case("moe", partial(moe, tokens=tokens, kind=kind))
+    yield Case("moe", partial(moe, tokens=4096, kind="mxfp4"))
+    for rows in (1, 8, 64, 128):
+        yield Case("attention", partial(attention, rows=rows, kind=1, context=8192))
+    yield Case("attention", partial(attention, rows=8, kind=2, context=1 << 20))
+    yield Case("attention", partial(attention, rows=64, kind=2, context=1 << 16))
+    yield Case("attention", partial(attention, rows=64, kind=0, context=8192))
+    for tokens in (1, 16, 64, 4096):
+        yield Case("linear", partial(linear, tokens=tokens, n=8192, k=1024))
+    yield Case("linear", partial(linear, tokens=64, n=1536, k=4096))
+    yield Case("linear", partial(linear, tokens=64, n=4096, k=2048))
+    for rows, context in ((1, 1 << 16), (8, 1 << 16), (64, 1 << 16), (8, 1 << 13)):
+        yield Case("index", partial(index, rows=rows, context=context, what="logits"))
+        yield Case("index", partial(index, rows=rows, context=context, what="top"))
+    for limit in (1 << 14, 1 << 20):
+        wide = partial(index, rows=8, context=4096, what="logits", table_tokens=limit)
+        yield Case("index", wide)
+    for tokens in (1, 8, 64, 4096):
+        yield Case("mhc", partial(boundary, tokens=tokens))
+    for tokens in (1, 64):
+        yield Case("gate", partial(router, tokens=tokens))

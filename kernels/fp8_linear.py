@@ -1,0 +1,202 @@
+"""FP8 block-scaled linear: y = x W^T with e4m3 weights, one power-of-two scale per 128 x 128 block.
+
+Data sheet
+  weights     e4m3 [N, K], scales E8M0 [N / 128, K / 128]
+  activations bf16 or fp32; quantised in the kernel to e4m3, one power-of-two scale per (row, 128
+  channels): the model's rule
+  arithmetic  fp32 accumulation inside each 128-wide K block, then times both scales into a second
+              accumulator
+  decode      weight rows are the M operand, 16 rows of x the N operand; K split over programs,
+              partial sums
+              added in split order by the last program of an output tile (which clears its counter)
+  prefill     the same kernel, one split, wide token tiles
+  floor       decode: N * K bytes over the read rate
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from decant.kernels.config import Config, lookup
+from decant.kernels.tiles import cast_like, mma, power_of_two_scale, to_e4m3
+
+BLOCK = 128  # scale blocks of the checkpoint
+
+# architecture -> ((largest number of rows, configuration), ...); splits is the most, see
+# ``splits_for``
+CONFIGS: dict[str, tuple[tuple[int, Config], ...]] = {
+    "sm_90": (
+        (16, Config(block_n=64, block_t=16, splits=8, num_warps=4, num_stages=4)),
+        (32, Config(block_n=64, block_t=32, splits=8, num_warps=4, num_stages=4)),
+        (64, Config(block_n=64, block_t=64, splits=8, num_warps=4, num_stages=3)),
+        (1 << 30, Config(block_n=128, block_t=128, splits=1, num_warps=8, num_stages=3)),
+    ),
+    "sm_120": (
+        (16, Config(block_n=64, block_t=16, splits=8, num_warps=4, num_stages=4)),
+        (32, Config(block_n=64, block_t=32, splits=8, num_warps=4, num_stages=4)),
+        (64, Config(block_n=64, block_t=64, splits=8, num_warps=4, num_stages=3)),
+        (1 << 30, Config(block_n=128, block_t=64, splits=1, num_warps=8, num_stages=2)),
+    ),
+}
+TARGET_PROGRAMS = {
+    "sm_90": 264,
+    "sm_120": 376,
+}  # two per multiprocessor of the full chip; a constant on purpose
+
+
+def quantise_ref(x: torch.Tensor) -> torch.Tensor:
+    """x [T, K] -> the values that the FP8 product sees, float64: e4m3 per 128 channels,
+    power-of-two scale.
+    """
+    groups = x.float().unflatten(-1, (-1, BLOCK))
+    amax = groups.abs().amax(-1, keepdim=True).clamp_min(1e-4)
+    mantissa, exponent = torch.frexp(amax * (1.0 / 448.0))
+    exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
+    codes = torch.ldexp(groups, -exponent).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return torch.ldexp(codes.double(), exponent).flatten(-2)
+
+
+def dequantise_weight_ref(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """e4m3 [N, K], E8M0 bytes [N / 128, K / 128] -> float64 [N, K]."""
+    factor = torch.exp2(scale.view(torch.uint8).double() - 127.0)
+    factor = factor.repeat_interleave(BLOCK, 0)[: weight.shape[0]].repeat_interleave(BLOCK, 1)
+    return weight.double() * factor[:, : weight.shape[1]]
+
+
+def fp8_linear_ref(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Plain torch in float64: quantise_ref(x) @ W^T."""
+    return quantise_ref(x) @ dequantise_weight_ref(weight, scale).T
+
+
+@triton.jit
+def _linear_kernel(
+    x, weight, scale, partial, counter, out, tokens, x_stride,
+    N: tl.constexpr, K: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """out[t, n] for one (n tile, t tile, split)."""
+    n_tile = tl.program_id(0)
+    t_tile = tl.program_id(1)
+    split = tl.program_id(2)
+    n = n_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    token = t_tile * BLOCK_T + tl.arange(0, BLOCK_T)
+    live = token < tokens
+    inside = n < N
+    K_BLOCKS: tl.constexpr = K // BLOCK_K
+    SHARE: tl.constexpr = (K_BLOCKS + SPLITS - 1) // SPLITS
+    first = split * SHARE
+    last = tl.minimum(first + SHARE, K_BLOCKS)
+    k = tl.arange(0, BLOCK_K)
+    w_pointer = weight + n[:, None].to(tl.int64) * K + k[None, :]
+    x_pointer = x + token[None, :].to(tl.int64) * x_stride + k[:, None]
+    s_pointer = scale + (n // 128) * K_BLOCKS
+    acc = tl.zeros([BLOCK_N, BLOCK_T], dtype=tl.float32)
+    for block in range(first, last):
+        if SPLITS > 1:
+            w = tl.load(
+                w_pointer + block * BLOCK_K,
+                mask=inside[:, None],
+                other=0.0,
+                eviction_policy="evict_first",
+            )
+        else:
+            w = tl.load(w_pointer + block * BLOCK_K, mask=inside[:, None], other=0.0)
+        v = tl.load(x_pointer + block * BLOCK_K, mask=live[None, :], other=0.0).to(tl.float32)
+        factor, inverse, _ = power_of_two_scale(tl.max(tl.abs(v), axis=0))
+        codes = to_e4m3(v * inverse[None, :])
+        w_exponent = tl.load(s_pointer + block, mask=inside, other=0).to(tl.int32)
+        w_factor = (w_exponent << 23).to(tl.float32, bitcast=True)
+        product = mma(w, codes, tl.zeros([BLOCK_N, BLOCK_T], dtype=tl.float32))
+        acc += product * (w_factor[:, None] * factor[None, :])
+    o_offset = token[None, :].to(tl.int64) * N + n[:, None]
+    o_mask = live[None, :] & inside[:, None]
+    if SPLITS == 1:
+        tl.store(out + o_offset, cast_like(acc, out), mask=o_mask)
+    else:
+        plane = tokens.to(tl.int64) * N
+        tl.store(partial + split * plane + o_offset, acc, mask=o_mask)
+        tl.debug_barrier()
+        counter_pointer = counter + t_tile * tl.num_programs(0) + n_tile
+        ticket = tl.atomic_add(counter_pointer, 1, sem="acq_rel")
+        if ticket == SPLITS - 1:
+            tl.debug_barrier()
+            total = tl.zeros([BLOCK_N, BLOCK_T], dtype=tl.float32)
+            for s in range(SPLITS):
+                total += tl.load(
+                    partial + s * plane + o_offset, mask=o_mask, other=0.0, cache_modifier=".cg"
+                )
+            tl.store(out + o_offset, cast_like(total, out), mask=o_mask)
+            tl.store(counter_pointer, 0)
+
+
+def splits_for(config: Config, n: int, k: int, arch: str) -> int:
+    """Splits of K for a weight shape: enough programs for the full chip, at least two K blocks
+    each.
+    """
+    if config.splits == 1:
+        return 1
+    tiles = -(-n // config.block_n)
+    wanted = -(-TARGET_PROGRAMS[arch] // tiles)
+    return max(1, min(config.splits, wanted, k // BLOCK // 2))
+
+
+def workspace(
+    n: int, max_tokens: int, device: torch.device | str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(partial, counter) for up to max_tokens decode rows of outputs n wide; counter starts and
+    ends at zero.
+    """
+    return (
+        torch.empty(8 * max_tokens * n, dtype=torch.float32, device=device),
+        torch.zeros(-(-n // 16) * -(-max_tokens // 16), dtype=torch.int32, device=device),
+    )
+
+
+def fp8_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    scratch: tuple[torch.Tensor, torch.Tensor] | None,
+    out: torch.Tensor,
+    arch: str,
+    config: Config | None = None,
+) -> torch.Tensor:
+    """out [T, N] = x [T, K] W^T.
+
+    x bf16 or fp32, last dimension contiguous; weight e4m3 [N, K]; scale uint8 (E8M0) [N / 128, K /
+    128]; out bf16 or fp32. One launch. Raises ValueError for shapes that the blocks do not cover.
+    """
+    tokens, k = x.shape
+    n = weight.shape[0]
+    if k % BLOCK or weight.shape[1] != k or x.stride(1) != 1:
+        raise ValueError(
+            f"x {tuple(x.shape)} and weight {tuple(weight.shape)} do not fit blocks of {BLOCK}"
+        )
+    if scale.shape != (-(-n // BLOCK), k // BLOCK):
+        raise ValueError(
+            f"scale has shape {tuple(scale.shape)}, expected {(-(-n // BLOCK), k // BLOCK)}"
+        )
+    config = config or lookup(CONFIGS[arch], tokens)
+    splits = splits_for(config, n, k, arch)
+    partial, counter = scratch if scratch is not None else (None, None)
+    if splits > 1 and (partial is None or partial.numel() < splits * tokens * n):
+        raise ValueError(f"scratch is too small for {splits} splits of {tokens} x {n}")
+    grid = (triton.cdiv(n, config.block_n), triton.cdiv(tokens, config.block_t), splits)
+    _linear_kernel[grid](
+        x,
+        weight,
+        scale.view(torch.uint8),
+        partial,
+        counter,
+        out,
+        tokens,
+        x.stride(0),
+        N=n,
+        K=k,
+        SPLITS=splits,
+        BLOCK_N=config.block_n,
+        BLOCK_T=config.block_t,
+        BLOCK_K=BLOCK,
+        **config.launch(),
+    )
+    return out

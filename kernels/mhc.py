@@ -1,0 +1,264 @@
+"""Hyper-connection boundary: combine the four streams with a sub-layer's output, mix, collapse,
+RMSNorm.
+
+One boundary ends one site and begins the next:
+    X'_k = post_k y + sum_j C_jk X_j                         (end of the previous site; left out at
+    the first) m = (fn X') / sqrt(mean(X'^2) + eps)                     24 values
+    pre = sigmoid(..) + eps, post = 2 sigmoid(..), C = Sinkhorn(..)
+    u = RMSNorm(sum_j pre_j X'_j)
+
+Data sheet
+  streams  bf16 [T, 4, D], rounded once; everything else fp32; products with fn in fp32, or
+           three-term tf32 for many tokens
+  launches 2: streams and partial products over shares of D (fn is read once a token tile), then
+  one program a token
+  order    shares are added in share order
+  floor    decode: fn's 1.57 MB; prefill: 9 D bf16 values read and 5 D written a token
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from decant.kernels.config import Config, lookup
+from decant.kernels.tiles import cast_like, to_bf16
+
+EPS = 1e-6
+STREAMS = 4
+MIX = 24  # 4 pre + 4 post + 16 comb
+SLOTS = 32  # a row of partial results: 24 products, the sum of squares, padding
+ROUNDS = 20
+
+# architecture -> ((largest number of tokens, configuration), ...); splits: shares of D, block_k
+# channels a step
+CONFIGS: dict[str, tuple[tuple[int, Config], ...]] = {
+    arch: (
+        (2, Config(block_t=1, block_k=64, splits=64, num_warps=4, num_stages=1)),
+        (256, Config(block_t=4, block_k=64, splits=64, num_warps=4, num_stages=1)),
+        (1 << 30, Config(block_t=64, block_k=32, splits=8, num_warps=8, num_stages=1)),
+    )
+    for arch in ("sm_90", "sm_120")
+}
+
+
+def combine_ref(
+    x: torch.Tensor, y: torch.Tensor, post: torch.Tensor, comb: torch.Tensor
+) -> torch.Tensor:
+    """X'_k = post_k y + sum_j C_jk X_j: x [T, 4, D], y [T, D], post [T, 4], comb [T, 4, 4] ->
+    float64 [T, 4, D].
+    """
+    mixed = torch.einsum("tjk,tjd->tkd", comb.double(), x.double())
+    return mixed + post.double()[:, :, None] * y.double()[:, None, :]
+
+
+def mix_ref(
+    x: torch.Tensor, fn: torch.Tensor, base: torch.Tensor, scale: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """pre [T, 4], post [T, 4], comb [T, 4, 4] of streams x [T, 4, D], in float64."""
+    flat = x.double().flatten(1)
+    rho = (flat.square().mean(-1, keepdim=True) + EPS).rsqrt()
+    m = rho * (flat @ fn.double().T)
+    scale, base = scale.double(), base.double()
+    pre = torch.sigmoid(m[:, :4] * scale[0] + base[:4]) + EPS
+    post = 2 * torch.sigmoid(m[:, 4:8] * scale[1] + base[4:8])
+    comb = (m[:, 8:] * scale[2] + base[8:]).unflatten(-1, (4, 4)).softmax(-1) + EPS
+    comb = comb / (comb.sum(-2, keepdim=True) + EPS)
+    for _ in range(ROUNDS - 1):
+        comb = comb / (comb.sum(-1, keepdim=True) + EPS)
+        comb = comb / (comb.sum(-2, keepdim=True) + EPS)
+    return pre, post, comb
+
+
+def collapse_ref(x: torch.Tensor, pre: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+    """RMSNorm of sum_j pre_j X_j rounded to bf16: float64 [T, D]."""
+    u = torch.einsum("tj,tjd->td", pre.double(), x.double()).bfloat16().double()
+    return u * (u.square().mean(-1, keepdim=True) + EPS).rsqrt() * norm.double()
+
+
+@triton.jit
+def _product(x, fn, acc):
+    """acc [T, 32] + x [T, K] fn^T [K, 32], fp32 in and out; few tokens go through plain
+    multiply-adds.
+    """
+    if x.shape[0] < 16:
+        return acc + tl.sum(x[:, None, :] * fn[None, :, :], axis=2)
+    else:
+        return acc + tl.dot(x, tl.trans(fn), input_precision="tf32x3")
+
+
+@triton.jit
+def _combine_kernel(
+    x, y, post, comb, fn, streams, partial, tokens,
+    D: tl.constexpr, DOTS: tl.constexpr, SPLITS: tl.constexpr, COMBINE: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """streams = X' and partial[split, t, :] = products and sum of squares over the split's
+    channels.
+    """
+    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    live = token < tokens
+    split = tl.program_id(1)
+    SHARE: tl.constexpr = D // SPLITS
+    slot = tl.arange(0, 32)
+    token64 = token.to(tl.int64)
+    acc = tl.zeros([BLOCK_T, 32], dtype=tl.float32)
+    squares = tl.zeros([BLOCK_T], dtype=tl.float32)
+    for step in range(SHARE // BLOCK_D):
+        d = split * SHARE + step * BLOCK_D + tl.arange(0, BLOCK_D)
+        offset = token64[:, None] * (4 * D) + d[None, :]
+        mask = live[:, None] & (d[None, :] < D)
+        if COMBINE:
+            x0 = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32)
+            x1 = tl.load(x + offset + D, mask=mask, other=0.0).to(tl.float32)
+            x2 = tl.load(x + offset + 2 * D, mask=mask, other=0.0).to(tl.float32)
+            x3 = tl.load(x + offset + 3 * D, mask=mask, other=0.0).to(tl.float32)
+            v = tl.load(y + token64[:, None] * D + d[None, :], mask=mask, other=0.0).to(tl.float32)
+        for k in tl.static_range(4):
+            if COMBINE:
+                c = comb + token * 16 + k
+                new = tl.load(post + token * 4 + k, mask=live, other=0.0)[:, None] * v
+                new += tl.load(c, mask=live, other=0.0)[:, None] * x0
+                new += tl.load(c + 4, mask=live, other=0.0)[:, None] * x1
+                new += tl.load(c + 8, mask=live, other=0.0)[:, None] * x2
+                new += tl.load(c + 12, mask=live, other=0.0)[:, None] * x3
+                rounded = to_bf16(new)
+                tl.store(streams + offset + k * D, rounded, mask=mask)
+                new = rounded.to(tl.float32)
+            else:
+                new = tl.load(x + offset + k * D, mask=mask, other=0.0).to(tl.float32)
+            squares += tl.sum(new * new, axis=1)
+            weight = tl.load(
+                fn + slot[:, None] * (4 * D) + k * D + d[None, :],
+                mask=(slot < DOTS)[:, None],
+                other=0.0,
+            )
+            acc = _product(new, weight, acc)
+    acc = tl.where(slot[None, :] == 24, squares[:, None], acc)
+    tl.store(
+        partial + (split * tokens + token64[:, None]) * 32 + slot[None, :], acc, mask=live[:, None]
+    )
+
+
+@triton.jit
+def _collapse_kernel(
+    streams, partial, base, scale, norm, post, comb, out, out16, tokens,
+    D: tl.constexpr, SPLITS: tl.constexpr, HEAD: tl.constexpr, WITH_FP16: tl.constexpr,
+    ROUNDS: tl.constexpr, EPS: tl.constexpr,
+):  # fmt: skip
+    """One token: Sinkhorn, collapse, RMSNorm. HEAD: only the four pre values, one scale (end of
+    the model).
+    """
+    token = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, D)
+    four = tl.arange(0, 4)
+    split = tl.arange(0, SPLITS)
+    x_base = streams + token * 4 * D + d
+    rows = partial + (split * tokens + token) * 32
+    rho = tl.rsqrt(tl.sum(tl.load(rows + 24), axis=0) / (4 * D) + EPS)
+    m_pre = tl.sum(tl.load(rows[:, None] + four[None, :]), axis=0) * rho
+    pre = tl.sigmoid(m_pre * tl.load(scale) + tl.load(base + four)) + EPS
+    if not HEAD:
+        m_post = tl.sum(tl.load(rows[:, None] + 4 + four[None, :]), axis=0) * rho
+        tl.store(
+            post + token * 4 + four,
+            2 * tl.sigmoid(m_post * tl.load(scale + 1) + tl.load(base + 4 + four)),
+        )
+        place = four[:, None] * 4 + four[None, :]
+        m_comb = tl.sum(tl.load(rows[:, None, None] + 8 + place[None, :, :]), axis=0) * rho
+        c = m_comb * tl.load(scale + 2) + tl.load(base + 8 + place)
+        c = tl.exp(c - tl.max(c, axis=1)[:, None])
+        c = c / tl.sum(c, axis=1)[:, None] + EPS
+        c = c / (tl.sum(c, axis=0)[None, :] + EPS)
+        for _ in range(ROUNDS - 1):
+            c = c / (tl.sum(c, axis=1)[:, None] + EPS)
+            c = c / (tl.sum(c, axis=0)[None, :] + EPS)
+        tl.store(comb + token * 16 + place, c)
+    u = tl.zeros([D], dtype=tl.float32)
+    for k in tl.static_range(4):
+        factor = tl.sum(tl.where(four == k, pre, 0.0), axis=0)
+        u += factor * tl.load(x_base + k * D).to(tl.float32)
+    u = to_bf16(u).to(tl.float32)
+    normed = u * tl.rsqrt(tl.sum(u * u, axis=0) / D + EPS) * tl.load(norm + d).to(tl.float32)
+    tl.store(out + token * D + d, cast_like(normed, out))
+    if WITH_FP16:
+        tl.store(out16 + token * D + d, to_bf16(normed).to(tl.float32).to(tl.float16))
+
+
+def workspace(max_tokens: int, arch: str, device: torch.device | str) -> torch.Tensor:
+    """Scratch fp32 [splits, T, 32] for up to max_tokens tokens (any smaller batch uses its
+    beginning).
+    """
+    most = max(config.splits * min(bound, max_tokens) for bound, config in CONFIGS[arch])
+    return torch.empty(most * SLOTS, dtype=torch.float32, device=device)
+
+
+def mhc_boundary(
+    x: torch.Tensor,
+    y: torch.Tensor | None,
+    post: torch.Tensor,
+    comb: torch.Tensor,
+    fn: torch.Tensor,
+    base: torch.Tensor,
+    scale: torch.Tensor,
+    norm: torch.Tensor,
+    streams: torch.Tensor,
+    partial: torch.Tensor,
+    out: torch.Tensor,
+    arch: str,
+    out16: torch.Tensor | None = None,
+    config: Config | None = None,
+) -> torch.Tensor:
+    """One boundary for T tokens.
+
+    x bf16 [T, 4, D]; y [T, D] bf16 or fp32, None at the first site (then streams is x itself and
+    unchanged); post fp32 [T, 4] and comb fp32 [T, 4, 4] hold the previous site's values and
+    receive the next site's. fn fp32 [24, 4 D] (or [4, 4 D] with scale [1]: the head's collapse),
+    norm bf16 [D]. streams bf16 [T, 4, D] receives X' (may be x: each element is read before it is
+    written by the same program). out bf16 [T, D]; out16, if given, the same values in fp16.
+    """
+    tokens, streams_n, width = x.shape
+    if streams_n != STREAMS or fn.shape[0] not in (MIX, STREAMS) or fn.shape[1] != STREAMS * width:
+        raise ValueError(f"streams {tuple(x.shape)} and fn {tuple(fn.shape)} do not fit")
+    config = config or lookup(CONFIGS[arch], tokens)
+    splits = min(config.splits, width // config.block_k)
+    if width % (splits * config.block_k):
+        raise ValueError(f"width {width} does not split into {splits} shares of {config.block_k}")
+    if partial.numel() < splits * tokens * SLOTS:
+        raise ValueError(f"scratch is too small for {splits} shares of {tokens} tokens")
+    _combine_kernel[(triton.cdiv(tokens, config.block_t), splits)](
+        x,
+        y,
+        post,
+        comb,
+        fn,
+        streams,
+        partial,
+        tokens,
+        D=width,
+        DOTS=fn.shape[0],
+        SPLITS=splits,
+        COMBINE=y is not None,
+        BLOCK_T=config.block_t,
+        BLOCK_D=config.block_k,
+        **config.launch(),
+    )
+    _collapse_kernel[(tokens,)](
+        streams if y is not None else x,
+        partial,
+        base,
+        scale,
+        norm,
+        post,
+        comb,
+        out,
+        out16,
+        tokens,
+        D=width,
+        SPLITS=splits,
+        HEAD=fn.shape[0] == STREAMS,
+        WITH_FP16=out16 is not None,
+        ROUNDS=ROUNDS,
+        EPS=EPS,
+        num_warps=8,
+    )
+    return out
