@@ -167,12 +167,24 @@ def measure(problem: Problem, ceilings: Ceilings, arch: str) -> dict[str, Any]:
     us = statistics.median(times)
     floor = ceilings.floor_us(problem.bytes, problem.flops)
     record: dict[str, Any] = {
-        "op": problem.op, "case": problem.case, "arch": arch, "us": us,
-        "us_p10": times[len(times) // 10], "us_p90": times[-1 - len(times) // 10],
-        "bytes": problem.bytes, "flops": problem.flops, "floor_us": floor, "share_of_floor": floor / us,
-        "peer": problem.peer, "peer_us": None, "error": error, "tolerance": problem.tolerance,
-        "hardware": torch.cuda.get_device_name(), "date": datetime.date.today().isoformat(), "commit": commit(),
-    }  # fmt: skip
+        "op": problem.op,
+        "case": problem.case,
+        "arch": arch,
+        "us": us,
+        "us_p10": times[len(times) // 10],
+        "us_p90": times[-1 - len(times) // 10],
+        "bytes": problem.bytes,
+        "flops": problem.flops,
+        "floor_us": floor,
+        "share_of_floor": floor / us,
+        "peer": problem.peer,
+        "peer_us": None,
+        "error": error,
+        "tolerance": problem.tolerance,
+        "hardware": torch.cuda.get_device_name(),
+        "date": datetime.date.today().isoformat(),
+        "commit": commit(),
+    }
     if problem.peer_run is not None:
         try:
             record["peer_us"] = statistics.median(time_graph(problem.peer_run, problem.sets))

@@ -58,7 +58,7 @@ def hadamard_ref(x: torch.Tensor) -> torch.Tensor:
         )
         y = y.flatten(-3)
         h *= 2
-    return y * float(n) ** -0.5
+    return torch.mul(y, float(n) ** -0.5)
 
 
 def quantise_vector_ref(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

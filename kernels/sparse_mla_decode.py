@@ -78,7 +78,8 @@ def _attend_kernel(
     partial, partial_ml, counter, out,
     slot_stride16, window_offset16, page_stride16, part_offset16, table_stride,
     H: tl.constexpr, RING: tl.constexpr, ROWS: tl.constexpr, RATIO: tl.constexpr,
-    KIND: tl.constexpr, TOP_K: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr,
+    KIND: tl.constexpr, TOP_K: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_H: tl.constexpr,
     WINDOW_KEYS: tl.constexpr, DATA: tl.constexpr, SCALES: tl.constexpr, QK_SCALE: tl.constexpr,
 ):  # fmt: skip
     """Strides and offsets are in units of 16 bytes. KIND: 0 window, 1 selected entries, 2 all
