@@ -1,0 +1,679 @@
+"""Decode's scheduler: reservations, hand-offs, continuous batching, growth, preemption, cancel.
+
+A pure object: events in (messages, results, time), decisions out (``take()``, ``plan()``); no
+sockets, no threads, no clock. The service runs the plans in the engine thread and the pulls in
+another; a cancel that comes meanwhile quarantines what they touch until they return.
+
+Life of a lane: ``reserve`` -> ``kv_ready``... (pulls) or own chunks -> complete -> admitted by the
+next ``plan``: forked into one sequence per choice, whose first token is drawn from the head. Then
+every ``plan`` takes up to ``max_batch`` sequences, round robin, with their drafts. Results are
+independent of batching, so order is free; round robin is fair.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+
+import numpy as np
+
+from decant.engine.acceptance import DepthController, accept
+from decant.engine.decode_batch import (
+    Action,
+    Advance,
+    DecodePlan,
+    Limits,
+    Outgoing,
+    Proposal,
+    StepOutput,
+    ToPrefill,
+    ToRouter,
+    build_proposal,
+)
+from decant.engine.handoff import Intake, Pull
+from decant.engine.interface import PrefillChunk, SlotRows, StepPlan
+from decant.engine.kv_pages import Books, pages_for
+from decant.engine.sampler import Draw, History
+from decant.engine.sequence import Lane, Request, Sequence, SequenceOwner
+from decant.protocol.errors import DeadlineExceeded, EngineError, HandoffError, OutOfPages
+from decant.protocol.messages import (
+    Cancel,
+    Cancelled,
+    Decoding,
+    Finished,
+    KVGone,
+    KVReady,
+    KVRelease,
+    Lost,
+    Message,
+    Preempted,
+    Refused,
+    ReplayFrom,
+    Reserve,
+    Reserved,
+    StreamCredit,
+    TokenRun,
+)
+
+
+class DecodeScheduler:
+    """All requests of one decode group."""
+
+    def __init__(self, limits: Limits, depth: DepthController | None = None) -> None:
+        self.limits = limits
+        self.books = Books(limits.num_pages, limits.num_slots)
+        self.pages, self.slots = self.books.pages, self.books.slots
+        self.depth = depth or DepthController(limits.max_drafts, is_adaptive=False)
+        self.requests: dict[str, Request] = {}
+        self.is_draining = False
+        self.has_draft = False  # a draft process is there
+        self.num_preempted = self.num_drafted = self.num_accepted = self.num_tokens = 0
+        self._ready: deque[Sequence] = deque()  # live sequences, next to run first
+        self._complete: deque[Lane] = deque()  # to admit
+        self._local: deque[Lane] = deque()  # that we prefill by ourselves
+        self._prefills: dict[str, str] = {}  # instance -> incarnation
+        self._actions: list[Action] = []
+        self._outgoing: dict[str, Outgoing] = {}
+        self._pulling: dict[tuple[str, int, int], Lane] = {}  # by lane key, dropped ones too
+        self._running: DecodePlan | None = None
+        self._proposal: Proposal | None = None  # unanswered
+        self._order = 0
+        self._step = 0
+
+    # ---- what the service collects ---------------------------------------------------------------
+
+    def take(self) -> list[Action]:
+        """Messages to send and pulls to start, in order."""
+        actions, self._actions = self._actions, []
+        return actions
+
+    def take_tokens(self) -> dict[str, Outgoing]:
+        """Tokens to send, by tokenizer."""
+        outgoing, self._outgoing = self._outgoing, {}
+        return outgoing
+
+    @property
+    def num_running(self) -> int:
+        """Sequences in the batch or waiting for their turn."""
+        return len(self._ready)
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is held: drained."""
+        return self._running is None and not any(
+            r.lanes or any(not s.finish_reason for s in r.sequences.values())
+            for r in self.requests.values()
+        )
+
+    def stats(self) -> dict[str, float]:
+        """For heartbeats: pages and slots by state, numbers of sequences."""
+        return {
+            **self.books.stats(),
+            "sequences": float(len(self._ready)),
+            "lanes": float(sum(len(r.lanes) for r in self.requests.values())),
+            "parked": float(sum(r.is_parked for r in self.requests.values())),
+            "preempted": float(self.num_preempted),
+        }
+
+    def _tell(self, message: Message) -> None:
+        self._actions.append(ToRouter(message))
+
+    # ---- reservations ----------------------------------------------------------------------------
+
+    def reserve(self, message: Reserve, ids: array[int]) -> None:
+        """Slot and pages for a lane and all its choices, or Refused. Idempotent."""
+        key = (message.request_id, message.attempt, message.lane)
+        request = self.requests.get(message.request_id)
+        if request and request.attempt > message.attempt:
+            return  # stale
+        if request and request.attempt < message.attempt:
+            self._drop(request)
+            request = None
+        if request and message.lane in request.lanes:
+            self._tell(Reserved(*key))
+            return
+        why, text = self._refusal(message, ids)
+        if why:
+            self._tell(Refused(*key, reason=why, message=text))
+            return
+        if request is None:
+            self._order += 1
+            request = Request(
+                message.request_id,
+                message.attempt,
+                self._order,
+                message.tokenizer,
+                message.deadline_ms,
+            )
+            self.requests[message.request_id] = request
+        first, *others = message.choices
+        num_shared = len(ids) // self.limits.page_tokens
+        num_pages = self._pages_at_start(message, len(ids))
+        lane = Lane(request, message, ids, [], {first: []}, {}, None)
+        lane.pages = self.pages.reserve(lane.owner(first), num_pages)
+        for choice in others:
+            lane.tails[choice] = self.pages.reserve(lane.owner(choice), num_pages - num_shared)
+        for choice in message.choices:
+            lane.slots[choice] = self.slots.reserve(lane.owner(choice), 1)[0]
+        if message.prefill:
+            lane.intake = Intake(
+                key,
+                self._prefills.get(message.prefill, ""),
+                lane.pages,
+                lane.slots[first],
+                len(ids),
+                self.limits.page_tokens,
+            )
+        else:
+            self._local.append(lane)
+        request.lanes[message.lane] = lane
+        self._tell(Reserved(*key))
+
+    def _max_length(self, message: Reserve) -> int:
+        return min(self.limits.max_context, message.num_prompt_tokens + message.sampling.max_tokens)
+
+    def _pages_at_start(self, message: Reserve, num_ids: int) -> int:
+        """Pages of a sequence at admission: what it has, and growth as far as it can grow."""
+        length = max(num_ids, min(num_ids + self.limits.growth_tokens, self._max_length(message)))
+        return pages_for(length, self.limits.page_tokens)
+
+    def _refusal(self, message: Reserve, ids: array[int]) -> tuple[str, str]:
+        """Why a lane cannot be reserved, or two empty strings."""
+        limits, num = self.limits, len(message.choices)
+        if self.is_draining:
+            return "draining", "this decode process is draining"
+        if not num or not ids or len(ids) > limits.max_context:
+            return "too_large", f"{len(ids)} tokens do not fit a context of {limits.max_context}"
+        if min(ids) < 0 or max(ids) >= limits.vocab_size:
+            return "too_large", f"a token id is outside the vocabulary of {limits.vocab_size}"
+        shared = len(ids) // limits.page_tokens
+        at_end = pages_for(max(self._max_length(message), len(ids)), limits.page_tokens)
+        most = shared + num * (at_end - shared)
+        if most > limits.num_pages or num > limits.num_slots:
+            return "too_large", (
+                f"{num} choices of up to {self._max_length(message)} tokens need {most} pages and "
+                f"{num} slots of {limits.num_pages} and {limits.num_slots}"
+            )
+        now = shared + num * (self._pages_at_start(message, len(ids)) - shared)
+        # What runs must be able to grow a little, or admissions and preemptions would alternate.
+        spare = min(len(self._ready), limits.num_pages // 16)
+        if now + spare > self.pages.num_free or num > self.slots.num_free:
+            return "busy", f"{now} pages and {num} slots are not free now"
+        return "", ""
+
+    # ---- hand-off --------------------------------------------------------------------------------
+
+    def _lane(self, message: KVReady | KVGone) -> Lane | None:
+        request = self.requests.get(message.request_id)
+        if request is None or request.attempt != message.attempt:
+            return None
+        lane = request.lanes.get(message.lane)
+        return lane if lane and lane.intake and not lane.intake.is_complete else None
+
+    def kv_ready(self, peer: str, message: KVReady, now_ms: float) -> None:
+        """Prefill (incarnation ``peer``) published pages."""
+        lane = self._lane(message)
+        if lane is None or lane.intake is None:
+            key = message.request_id, message.attempt, message.lane
+            if key not in self._pulling:  # else the release follows the pull
+                self._actions.append(ToPrefill(peer, KVRelease(*key, is_ok=False)))
+            return
+        lane.began_ms = lane.began_ms or now_ms
+        try:
+            pull = lane.intake.ready(peer, message)
+        except HandoffError as error:
+            self._lose(lane.request, lane.message.lane, str(error))
+            return
+        if pull:
+            self._start(lane, pull)
+
+    def _start(self, lane: Lane, pull: Pull) -> None:
+        self._pulling[lane.key] = lane
+        self._actions.append(pull)
+
+    def kv_gone(self, peer: str, message: KVGone) -> None:
+        """Prefill will not complete a lane."""
+        lane = self._lane(message)
+        if lane:
+            self._lose(lane.request, message.lane, f"prefill withdrew: {message.reason}")
+        elif (message.request_id, message.attempt, message.lane) not in self._pulling:
+            key = message.request_id, message.attempt, message.lane
+            self._actions.append(ToPrefill(peer, KVRelease(*key, is_ok=False)))
+
+    def pulled(self, pull: Pull, error: str, now_ms: float) -> None:
+        """A pull returned; ``error`` is empty if all bytes arrived and match."""
+        lane = self._pulling.pop(pull.key)
+        intake = lane.intake
+        assert intake is not None
+        if lane.request.is_dropped:
+            intake.is_pulling = False
+            self._close(lane)
+            self.books.unhold([lane.owner(choice) for choice in lane.slots], "pull")
+            return
+        if error:
+            intake.is_pulling = False
+            self._lose(lane.request, lane.message.lane, error)
+            return
+        lane.num_pulled_bytes += len(pull.target) * self.limits.page_bytes
+        following = intake.pulled(pull)
+        if following:
+            self._start(lane, following)
+        if intake.is_complete:
+            lane.num_pulled_bytes += self.limits.slot_bytes
+            self._close(lane)
+            self._complete.append(lane)
+            self._tell(Decoding(*lane.key, lane.num_pulled_bytes, now_ms - lane.began_ms))
+
+    def _close(self, lane: Lane) -> None:
+        release = lane.intake.close() if lane.intake else None
+        if release and lane.intake:
+            self._actions.append(ToPrefill(lane.intake.peer, release))
+
+    def peers(self, prefills: dict[str, str]) -> None:
+        """Live prefill processes, instance -> incarnation. Lanes of a dead one are lost."""
+        self._prefills = dict(prefills)
+        alive = set(prefills.values())
+        for request in list(self.requests.values()):
+            for lane in list(request.lanes.values()):
+                intake = lane.intake
+                if intake and not intake.is_complete and intake.peer and intake.peer not in alive:
+                    intake.is_owing = False  # nobody is left to tell
+                    if not request.is_dropped:
+                        self._lose(request, lane.message.lane, "the prefill process is gone")
+
+    # ---- ends ------------------------------------------------------------------------------------
+
+    def cancel(self, message: Cancel) -> None:
+        """Free everything of this attempt and older ones; always answered."""
+        request = self.requests.get(message.request_id)
+        num = 0
+        if request and request.attempt <= message.attempt:
+            num = self._drop(request)
+        self._tell(Cancelled(message.request_id, message.attempt, num))
+
+    def reset(self) -> None:
+        """Another router: it knows none of our work."""
+        for request in list(self.requests.values()):
+            self._drop(request)
+        self._actions = [a for a in self._actions if not isinstance(a, ToRouter)]
+        self._outgoing = {}
+
+    def hand_back(self, reason: str) -> None:
+        """The drain time is over: the router shall resume the rest elsewhere."""
+        for request in list(self.requests.values()):
+            lanes = list(request.lanes) or [0]
+            if request.lanes or any(not s.finish_reason for s in request.sequences.values()):
+                self._lose(request, lanes[0], reason)
+
+    def _lose(self, request: Request, lane: int, reason: str, code: str = "") -> None:
+        self._drop(request)
+        self._tell(Lost(request.request_id, request.attempt, lane, reason, code))
+
+    def _drop(self, request: Request) -> int:
+        """Forget a request; what a step, a pull or the draft still touches is quarantined.
+
+        Returns: number of its pages, quarantined ones included.
+        """
+        request.is_dropped = True
+        del self.requests[request.request_id]
+        num = 0
+        for lane in request.lanes.values():
+            self._close(lane)
+            for choice in lane.slots:
+                num += self._free(lane.owner(choice), lane)
+        for sequence in request.sequences.values():
+            if not sequence.finish_reason:
+                num += self._free(sequence.owner)
+        self._ready = deque(s for s in self._ready if s.request is not request)
+        self._complete = deque(lane for lane in self._complete if lane.request is not request)
+        self._local = deque(lane for lane in self._local if lane.request is not request)
+        return num
+
+    def _free(self, owner: SequenceOwner, lane: Lane | None = None) -> int:
+        """Release an owner's pages and slot, or quarantine them until nobody touches them."""
+        holds = set()
+        plan = self._running
+        if plan and (
+            any(s.owner == owner for s in (*plan.sequences, *plan.firsts))
+            or (lane is not None and plan.lane is lane)
+        ):
+            holds.add("step")
+        if lane is not None and lane.key in self._pulling:
+            holds.add("pull")
+        if self._proposal and any(s.owner == owner for s in self._proposal.sequences):
+            holds.add("draft")
+        return self.books.free(owner, holds)
+
+    def tick(self, now_ms: float) -> None:
+        """Deadlines. Call at least once a second."""
+        for request in list(self.requests.values()):
+            if request.deadline_ms and now_ms > request.deadline_ms:
+                lanes = list(request.lanes) or [0]
+                if request.lanes or any(not s.finish_reason for s in request.sequences.values()):
+                    code = DeadlineExceeded.code
+                    self._lose(request, lanes[0], "the deadline passed", code)
+
+    # ---- the stream ------------------------------------------------------------------------------
+
+    def credit(self, message: StreamCredit) -> None:
+        """The client reads again, or is stuck: a parked request keeps its pages, takes no steps."""
+        request = self.requests.get(message.request_id)
+        if request and request.attempt == message.attempt:
+            request.is_parked = not message.is_open
+
+    def replay(self, tokenizer: str, message: ReplayFrom) -> None:
+        """Send the tokens of a choice again, from now on to whoever asks."""
+        request = self.requests.get(message.request_id)
+        if request is None or request.attempt != message.attempt:
+            return
+        request.tokenizer = tokenizer
+        sequence = request.sequences.get(message.choice)
+        if sequence is None or not 0 <= message.start <= sequence.num_output:
+            return
+        if message.start < sequence.num_output or sequence.finish_reason:
+            self._emit(request, *sequence.run(message.start))
+
+    def _emit(self, request: Request, run: TokenRun, ids: array[int]) -> None:
+        if request.tokenizer:
+            outgoing = self._outgoing.setdefault(request.tokenizer, Outgoing())
+            outgoing.runs.append(run)
+            outgoing.ids.extend(ids)
+
+    # ---- steps -----------------------------------------------------------------------------------
+
+    def plan(self) -> DecodePlan | None:
+        """The next step; None: nothing to do until the next event."""
+        assert self._running is None
+        chosen = self._choose()  # NOTE: first, it may preempt a complete lane
+        page_copies: list[tuple[int, int]] = []
+        slot_copies: list[tuple[int, int, int]] = []
+        firsts: list[Sequence] = []
+        while self._complete:
+            firsts += self._admit(self._complete.popleft(), page_copies, slot_copies)
+        chunk, lane, clear_slot = self._chunk()
+        if not (chosen or firsts or chunk):
+            return None
+        self._step += 1
+        rows = tuple(
+            SlotRows(s.slot, len(s.ids) - 1, (s.ids[-1], *s.drafts), tuple(s.pages)) for s in chosen
+        )
+        self._running = DecodePlan(
+            StepPlan(self._step, rows, chunk),
+            tuple(chosen),
+            tuple(firsts),
+            tuple(page_copies),
+            tuple(slot_copies),
+            clear_slot,
+            lane,
+        )
+        return self._running
+
+    def _choose(self) -> list[Sequence]:
+        """Sequences of the next step, round robin, with pages for all their rows."""
+        chosen: list[Sequence] = []
+        waiting: list[Sequence] = []
+        for _ in range(len(self._ready)):
+            if len(chosen) >= self.limits.max_batch or not self._ready:
+                break
+            sequence = self._ready.popleft()
+            waiting.append(sequence)  # so that a preemption in _grow finds it in neither
+            if not sequence.request.is_parked and self._grow(sequence):
+                chosen.append(sequence)
+        is_chosen = set(map(id, chosen))
+        passed = [s for s in waiting if id(s) not in is_chosen]
+        chosen = [s for s in chosen if not s.request.is_dropped]
+        # Who was passed over (parked, no page) comes first next time, who runs comes last.
+        self._ready.extendleft(s for s in reversed(passed) if not s.request.is_dropped)
+        self._ready.extend(chosen)
+        return chosen
+
+    def _grow(self, sequence: Sequence) -> bool:
+        """Pages for the sequence's rows: fewer drafts if need be, else by preempting the youngest.
+
+        False: it cannot run now.
+        """
+        while not sequence.request.is_dropped:
+            have = len(sequence.pages) * self.limits.page_tokens
+            if len(sequence.ids) + len(sequence.drafts) <= have:
+                return True
+            try:
+                pages = self.pages.reserve(sequence.owner, 1)
+            except OutOfPages:
+                if len(sequence.ids) <= have:
+                    sequence.drafts = sequence.drafts[: have - len(sequence.ids)]
+                    return True
+                if self.pages.counts()["quarantined"]:
+                    return False  # some come free as soon as a pull returns
+                self._preempt(max(self.requests.values(), key=_youth))
+                continue
+            self.pages.activate(sequence.owner, pages)
+            sequence.pages += pages
+        return False
+
+    def _preempt(self, request: Request) -> None:
+        self.num_preempted += 1
+        self._drop(request)
+        self._tell(Preempted(request.request_id, request.attempt))
+
+    def _admit(
+        self,
+        lane: Lane,
+        page_copies: list[tuple[int, int]],
+        slot_copies: list[tuple[int, int, int]],
+    ) -> list[Sequence]:
+        """One sequence per choice: full pages shared, the open page and the slot copied."""
+        message, request, ids = lane.message, lane.request, lane.ids
+        first = message.choices[0]
+        num_shared, open_tokens = divmod(len(ids), self.limits.page_tokens)
+        is_full = len(ids) >= self._max_length(message)  # no room for a single token
+        prompt, output = ids[: message.num_prompt_tokens], ids[message.num_prompt_tokens :]
+        del request.lanes[message.lane]
+        self.pages.activate(lane.owner(first), lane.pages)
+        for choice in message.choices:
+            owner, pages = lane.owner(choice), lane.pages
+            self.slots.activate(owner, [lane.slots[choice]])
+            if choice != first and not is_full:
+                self.pages.share(owner, lane.pages[:num_shared])
+                self.pages.activate(owner, lane.tails[choice])
+                pages = lane.pages[:num_shared] + lane.tails[choice]
+                if open_tokens:
+                    page_copies.append((lane.pages[num_shared], pages[num_shared]))
+                slot_copies.append((lane.slots[first], lane.slots[choice], len(ids)))
+            sequence = Sequence(
+                request,
+                choice,
+                message.sampling,
+                message.grammar,
+                len(prompt),
+                self._max_length(message),
+                lane.slots[choice],
+                list(pages),
+                array("i", ids),
+                first_output=len(output),
+                mtp_end=len(ids) - 1,
+            )
+            if History.is_needed(message.sampling):
+                sequence.history = History(self.limits.vocab_size, prompt, output)
+            request.sequences[choice] = sequence
+        admitted = [request.sequences[choice] for choice in message.choices]
+        if not is_full:
+            self._ready.extend(admitted)
+            return admitted
+        for sequence in admitted:
+            self._finish(sequence, "length")
+            self._emit(request, *sequence.run(sequence.num_output))
+        return []
+
+    def _chunk(self) -> tuple[PrefillChunk | None, Lane | None, int]:
+        """The next piece of our own prefill, if any."""
+        if not self._local:
+            return None, None, -1
+        lane = self._local[0]
+        start, first = lane.num_computed, lane.message.choices[0]
+        slot, ids = lane.slots[first], lane.ids
+        end = min(len(ids), start + self.limits.chunk_tokens)
+        chunk = PrefillChunk(
+            slot,
+            start,
+            np.array(ids[start:end], np.int32),
+            tuple(lane.pages[: pages_for(end, self.limits.page_tokens)]),
+            ids[end] if end < len(ids) else -1,
+        )
+        return chunk, lane, -1 if start else slot
+
+    def apply(self, output: StepOutput) -> Proposal | None:
+        """The running step ended. Returns: what to ask the draft, if anything."""
+        plan = self._running
+        assert plan is not None
+        self._running = None
+        owners = [s.owner for s in (*plan.sequences, *plan.firsts)]
+        if plan.lane:
+            owners += [plan.lane.owner(choice) for choice in plan.lane.slots]
+        self.books.unhold(owners, "step")
+        if plan.lane and plan.step.chunk and not plan.lane.request.is_dropped:
+            self._computed(plan.lane, len(plan.step.chunk.token_ids))
+        advances: list[Advance] = []
+        for i, (sequence, draw) in enumerate(zip(plan.firsts, output.first_draws, strict=True)):
+            streams = None if output.first_streams is None else output.first_streams[i : i + 1]
+            if self._take_draws(sequence, [draw]):
+                advances.append(Advance(sequence, len(sequence.ids) - 2, 1, streams))
+        at = 0
+        for sequence, rows in zip(plan.sequences, plan.step.decode, strict=True):
+            num = len(rows.token_ids)
+            draws = output.draws[at : at + num]
+            tokens = accept(rows.token_ids[1:], [d.token_id for d in draws])
+            streams = None if output.streams is None else output.streams[at : at + len(tokens)]
+            at += num
+            if sequence.request.is_dropped:
+                continue
+            self._account(sequence, num - 1, len(tokens) - 1)
+            if self._take_draws(sequence, draws[: len(tokens)]):
+                advances.append(Advance(sequence, rows.start, len(tokens), streams))
+        if plan.step.chunk is None and plan.num_rows:
+            self.depth.stepped(plan.num_rows, output.elapsed_s)
+        return self._propose(advances)
+
+    def _computed(self, lane: Lane, num_tokens: int) -> None:
+        lane.num_computed += num_tokens
+        if lane.num_computed == len(lane.ids):
+            self._local.remove(lane)
+            self._complete.append(lane)
+            self._tell(Decoding(*lane.key))
+
+    def _account(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
+        sequence.drafts = ()
+        sequence.num_steps += 1
+        sequence.num_drafted += num_drafts
+        sequence.num_accepted += num_accepted
+        self.num_drafted += num_drafts
+        self.num_accepted += num_accepted
+        self.depth.verified(num_drafts, num_accepted)
+
+    def _take_draws(self, sequence: Sequence, draws: list[Draw]) -> bool:
+        """Append drawn tokens up to the end of the choice, if it is among them, and emit them.
+
+        False: the sequence was dropped, or has ended.
+        """
+        request, s = sequence.request, sequence.sampling
+        if request.is_dropped:
+            return False
+        start, new, reason = sequence.num_output, array("i"), ""
+        for draw in draws:
+            token = draw.token_id
+            if token < 0:
+                code = EngineError.code
+                self._lose(request, sequence.choice, "the model's logits are not finite", code)
+                return False
+            sequence.ids.append(token)
+            new.append(token)
+            if draw.logprob:
+                sequence.logprobs.append(draw.logprob)
+            if (
+                token == self.limits.eos_token_id and not s.ignore_eos
+            ) or token in s.stop_token_ids:
+                reason, sequence.stop_token_id = "stop", token
+            elif len(sequence.ids) >= sequence.max_length:
+                reason = "length"
+            if reason:
+                break
+        self.num_tokens += len(new)
+        if sequence.history:
+            sequence.history.extend(new)
+        if reason:
+            self._finish(sequence, reason)
+        self._emit(request, *sequence.run(start))
+        return not reason
+
+    def _finish(self, sequence: Sequence, reason: str) -> None:
+        """A choice ended: its pages are free, its ids stay until Cancel."""
+        sequence.finish_reason = reason
+        if sequence in self._ready:
+            self._ready.remove(sequence)
+        self._free(sequence.owner)
+        self._tell(
+            Finished(
+                sequence.request.request_id,
+                sequence.request.attempt,
+                sequence.choice,
+                reason,
+                sequence.num_output,
+                sequence.num_drafted,
+                sequence.num_accepted,
+                sequence.num_steps,
+            )
+        )
+
+    # ---- drafts ----------------------------------------------------------------------------------
+
+    def _propose(self, advances: list[Advance]) -> Proposal | None:
+        """At most one proposal is unanswered; while one is, steps go on with k = 0."""
+        if self._proposal or not self.has_draft or not self.limits.max_drafts or not advances:
+            return None
+        depth = self.depth.choose(min(len(self._ready), self.limits.max_batch))
+        if depth:
+            self._proposal = build_proposal(self._step, advances, depth)
+        return self._proposal
+
+    @property
+    def is_draft_due(self) -> bool:
+        """A proposal is unanswered."""
+        return self._proposal is not None
+
+    def drafted(self, step: int, counts: list[int], ids: array[int]) -> bool:
+        """The draft answered. Late answers still say that its window keys are written.
+
+        False: the answer is not to the open proposal, or malformed, and is ignored.
+        """
+        proposal = self._proposal
+        if proposal is None or proposal.message.step != step:
+            return False
+        asked = [slot.num_drafts for slot in proposal.message.slots]
+        is_good = len(counts) == len(asked) and sum(counts) == len(ids)
+        is_good = is_good and all(0 <= c <= a for c, a in zip(counts, asked, strict=True))
+        at = 0
+        for i, sequence in enumerate(proposal.sequences if is_good else ()):
+            drafts = ids[at : at + counts[i]]
+            at += counts[i]
+            if not drafts:
+                continue  # it did not run: the hole stays
+            sequence.mtp_end = proposal.ends[i]
+            if not sequence.request.is_dropped and len(sequence.ids) == proposal.lengths[i]:
+                good = [0 <= t < self.limits.vocab_size for t in drafts]
+                sequence.drafts = tuple(drafts) if all(good) else ()
+        self._close_proposal()
+        return is_good
+
+    def draft_gone(self) -> None:
+        """The draft process is dead, or was never told: nobody writes to our slots."""
+        self._close_proposal()
+
+    def _close_proposal(self) -> None:
+        proposal, self._proposal = self._proposal, None
+        if proposal:
+            self.books.unhold([s.owner for s in proposal.sequences], "draft")
+
+
+def _youth(request: Request) -> tuple[bool, int]:
+    """Sort key: among those that hold pages, the one that came last."""
+    holds = bool(request.lanes) or any(not s.finish_reason for s in request.sequences.values())
+    return holds, request.order

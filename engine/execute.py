@@ -1,0 +1,66 @@
+"""What the engine thread does with a plan: the calls of one step, in order. No scheduling here."""
+
+from __future__ import annotations
+
+import time
+
+from decant.engine.decode_batch import DecodePlan, Mask, StepOutput, sampler_rows
+from decant.engine.interface import Engine
+from decant.engine.prefill_scheduler import PrefillOutput, PrefillPlan
+from decant.engine.sampler import Draw, Sampler
+
+
+def execute_decode(
+    engine: Engine, sampler: Sampler, plan: DecodePlan, mask: Mask | None, has_draft: bool
+) -> StepOutput:
+    """Forks, first tokens, the step and its draws.
+
+    has_draft: bring back residual streams. Raises: KVPageError, KernelError.
+    """
+    for source, target in plan.page_copies:
+        engine.copy_page(source, target)
+    for source, target, num_tokens in plan.slot_copies:
+        engine.copy_slot(source, target, num_tokens)
+    if plan.clear_slot >= 0:
+        engine.clear_slot(plan.clear_slot)
+    first_draws: list[Draw] = []
+    draws: list[Draw] = []
+    first_streams = streams = None
+    if plan.firsts:
+        slots = [sequence.slot for sequence in plan.firsts]
+        rows = [row for s in plan.firsts for row in sampler_rows(s, (), mask)]
+        first_draws = sampler.draw(engine.head(slots), rows)
+        if has_draft:
+            first_streams = engine.last_streams(slots)
+    began = time.perf_counter()
+    if plan.step.decode or plan.step.chunk:
+        result = engine.step(plan.step)
+        if plan.step.decode:
+            rows = [
+                row
+                for sequence, step_rows in zip(plan.sequences, plan.step.decode, strict=True)
+                for row in sampler_rows(sequence, step_rows.token_ids[1:], mask)
+            ]
+            draws = sampler.draw(result.logits, rows)
+            streams = result.streams if has_draft else None
+    return StepOutput(first_draws, draws, first_streams, streams, time.perf_counter() - began)
+
+
+def execute_prefill(engine: Engine, plan: PrefillPlan) -> PrefillOutput:
+    """Copies from the prefix cache, one chunk, checksums of what is published, the snapshot.
+
+    Raises: KVPageError, KernelError.
+    """
+    if plan.clear_slot >= 0:
+        engine.clear_slot(plan.clear_slot)
+    if plan.slot_copy:
+        engine.copy_slot(*plan.slot_copy)
+    if plan.page_copy:
+        engine.copy_page(*plan.page_copy)
+    if plan.step.chunk is not None:
+        engine.step(plan.step)
+    checksums = [engine.page_checksum(page, num_tokens) for page, num_tokens in plan.publish]
+    slot_checksum = engine.slot_checksum(plan.lane.slot, plan.end) if plan.is_last else 0
+    if plan.snapshot:
+        engine.copy_slot(*plan.snapshot)
+    return PrefillOutput(checksums, slot_checksum)

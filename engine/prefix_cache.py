@@ -1,0 +1,146 @@
+"""The prefix cache of prefill: which token prefixes are still in the pool, pages and snapshot.
+
+On this model a prefix is usable only where windows and compressor state are known too, so an entry
+is a *snapshot*: the packed slot after ``num_tokens`` tokens (a multiple of 128), and its pages.
+Entries share pages. Keys are a hash chain over blocks of 128 ids, seeded with salt, model hash and
+layout hash, so that nobody finds the prefix of another tenant or another model.
+
+Bookkeeping only; the engine copies. Nothing that a lane holds is ever evicted: a page leaves the
+pool when neither an entry nor a lane holds it.
+Source: DeepSeek's context caching guide (prefix units); architecture page, section 3.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import Counter, OrderedDict
+from dataclasses import dataclass
+
+from decant.engine.kv_pages import Books, pages_for
+
+BLOCK_TOKENS = 128
+SNAPSHOT_TOKENS = 4096  # a snapshot at each multiple
+MAX_SEEN = 65536  # hashes remembered to find prefixes that several prompts share
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A prefix in the pool."""
+
+    digest: bytes
+    num_tokens: int
+    slot: int
+    pages: tuple[int, ...]  # covers num_tokens; the last one may go on with other tokens
+
+
+class PrefixCache:
+    """Snapshots by the hash of their prefix, least recently used first."""
+
+    def __init__(self, books: Books, page_tokens: int, model_hash: str, layout_hash: str) -> None:
+        self.num_hits = self.num_misses = self.num_hit_tokens = self.num_evicted = 0
+        self._books = books
+        self._page_tokens = page_tokens
+        self._seed = f"{model_hash}/{layout_hash}/"
+        self._entries: OrderedDict[bytes, Entry] = OrderedDict()
+        self._page_uses: Counter[int] = Counter()  # entries that hold a page
+        self._seen: OrderedDict[bytes, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def digests(self, ids: array[int], salt: str) -> list[bytes]:
+        """Hashes of ids[:128], ids[:256] ...: sha256(hash before, block)."""
+        digest, result = hashlib.sha256((self._seed + salt).encode()).digest(), []
+        for end in range(BLOCK_TOKENS, len(ids) + 1, BLOCK_TOKENS):
+            block = ids[end - BLOCK_TOKENS : end].tobytes()
+            digest = hashlib.sha256(digest + block).digest()
+            result.append(digest)
+        return result
+
+    def lookup(self, digests: list[bytes]) -> Entry | None:
+        """The longest cached prefix of a prompt."""
+        for digest in reversed(digests):
+            entry = self._entries.get(digest)
+            if entry:
+                self._entries.move_to_end(digest)
+                return entry
+        return None
+
+    def count(self, entry: Entry | None) -> None:
+        """A lane started with (or without) a cached prefix."""
+        self.num_hits += entry is not None
+        self.num_misses += entry is None
+        self.num_hit_tokens += entry.num_tokens if entry else 0
+
+    def points(self, digests: list[bytes], hit_tokens: int) -> list[int]:
+        """Where a prompt gets snapshots, ascending, beyond what it hits: each multiple of 4,096,
+        its end cut to 128, and the end of the longest prefix that an earlier prompt had too.
+        """
+        num = len(digests)
+        wanted = set(range(SNAPSHOT_TOKENS, num * BLOCK_TOKENS + 1, SNAPSHOT_TOKENS))
+        wanted.add(num * BLOCK_TOKENS)
+        shared = next((i + 1 for i in reversed(range(num)) if digests[i] in self._seen), 0)
+        wanted.add(shared * BLOCK_TOKENS)
+        for digest in digests:
+            self._seen[digest] = None
+            self._seen.move_to_end(digest)
+        while len(self._seen) > MAX_SEEN:
+            self._seen.popitem(last=False)
+        return sorted(p for p in wanted if p > hit_tokens)
+
+    def make_room(self, num_pages: int, num_slots: int, keep: Entry | None = None) -> bool:
+        """Evict until so much is free. False: not possible (what could go is gone then)."""
+        pages, slots = self._books.pages, self._books.slots
+        while pages.num_free < num_pages or slots.num_free < num_slots:
+            victim = next((e for e in self._entries.values() if e is not keep), None)
+            if victim is None:
+                return False
+            self._evict(victim)
+        return True
+
+    def _evict(self, entry: Entry) -> None:
+        del self._entries[entry.digest]
+        self.num_evicted += 1
+        self._books.slots.uncache(entry.slot)
+        for page in entry.pages:
+            self._page_uses[page] -= 1
+            if not self._page_uses[page]:
+                del self._page_uses[page]
+                self._books.pages.uncache(page)
+
+    def clear(self) -> int:
+        """Evict everything. Returns: number of entries."""
+        num = len(self._entries)
+        for entry in list(self._entries.values()):
+            self._evict(entry)
+        self._seen.clear()
+        return num
+
+    def reserve_slot(self, digest: bytes, keep: Entry | None = None) -> int:
+        """A slot for a snapshot that the engine is about to make; -1: known, or no slot to have.
+
+        The caller gives it back with ``insert`` or ``abandon``.
+        """
+        if digest in self._entries or not self.make_room(0, 1, keep):
+            return -1
+        return self._books.slots.reserve(self, 1)[0]
+
+    def insert(self, digest: bytes, num_tokens: int, slot: int, pages: list[int]) -> None:
+        """The snapshot in ``slot`` is made. pages: of the lane, from its first on."""
+        slots = self._books.slots
+        slots.activate(self, [slot])
+        slots.cache(slot)
+        slots.release(self, [slot])
+        entry = Entry(
+            digest, num_tokens, slot, tuple(pages[: pages_for(num_tokens, self._page_tokens)])
+        )
+        for page in entry.pages:
+            if not self._page_uses[page]:
+                self._books.pages.cache(page)
+            self._page_uses[page] += 1
+        self._entries[digest] = entry
+
+    def abandon(self, slot: int) -> None:
+        """The snapshot was not made."""
+        self._books.slots.release(self, [slot])

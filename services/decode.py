@@ -1,0 +1,438 @@
+"""Decode process: admit hand-offs, step the engine, stream accepted tokens.
+
+Control comes from the router (RouterLink). Dealers go to every prefill (KVReady in, KVRelease out),
+every tokenizer (Tokens out, ReplayFrom in) and to the draft (Propose out, Drafts in). What is
+decided is in ``engine/decode_scheduler.py``; here are sockets, threads and time.
+
+Two threads: one runs the engine's steps and draws tokens, one maps pools and copies pages, so a
+hand-off goes on beside the steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+
+import structlog
+from prometheus_client import Counter, Gauge, Histogram
+
+from decant.engine.acceptance import DepthController
+from decant.engine.decode_batch import Limits, Mask, Proposal, ToPrefill, ToRouter
+from decant.engine.decode_scheduler import DecodeScheduler
+from decant.engine.execute import execute_decode
+from decant.engine.handoff import Pull
+from decant.engine.interface import Engine
+from decant.engine.noise import gumbel
+from decant.engine.sampler import Sampler
+from decant.protocol.config import Config
+from decant.protocol.errors import HandoffError, ProtocolError
+from decant.protocol.messages import (
+    Cancel,
+    Drafts,
+    Drain,
+    Heartbeat,
+    Hello,
+    KVGone,
+    KVReady,
+    Peer,
+    Peers,
+    ReplayFrom,
+    Reserve,
+    StreamCredit,
+    Tokens,
+)
+from decant.protocol.wire import Envelope, Sender, pack_ids, unpack_ids
+from decant.services import metrics
+from decant.services.link import RouterLink
+from decant.services.process import build, loop_lag_ms, run, stop
+from decant.services.sockets import Outbox
+from decant.services.worker import (
+    BooksCollector,
+    PeerLinks,
+    WorkThread,
+    drained,
+    flushed,
+    now_ms,
+)
+
+TICK_S = 0.5
+
+log = structlog.get_logger()
+
+
+class DecodeService:
+    """One decode group, seen from rank 0."""
+
+    def __init__(
+        self,
+        config: Config,
+        instance: str,
+        engine: Engine,
+        thread: WorkThread,
+        tasks: asyncio.TaskGroup,
+        mask: Mask | None = None,
+    ) -> None:
+        self.config, self.engine, self.thread = config, engine, thread
+        self.sender = Sender(instance)
+        self.copies = WorkThread("copies")
+        pools = engine.pools()
+        num_drafts = min(config.draft.num_drafts, engine.max_drafts) if config.draft.enabled else 0
+        self.scheduler = DecodeScheduler(
+            Limits(
+                engine.num_pages,
+                engine.num_slots,
+                engine.page_tokens,
+                engine.max_context,
+                engine.vocab_size,
+                engine.eos_token_id,
+                config.decode.max_batch,
+                config.decode.growth_tokens,
+                num_drafts,
+                config.prefill.chunk_tokens,
+                pools[0].page_bytes,
+                pools[0].slot_bytes,
+            ),
+            DepthController(num_drafts, config.draft.adaptive),
+        )
+        self.sampler = Sampler(engine.vocab_size, engine.eos_token_id, gumbel)
+        self.num_steps = 0
+        self.is_busy = False
+        self._mask = mask
+        self._drain_s = config.router.drain_s
+        self._wake = asyncio.Event()
+        self._answered = asyncio.Event()  # the open proposal is answered, or void
+        self._proposed_ms = 0.0
+        self._num_proposed = 0
+        hello = Hello(
+            "decode",
+            instance,
+            os.getpid(),
+            build(),
+            model_hash=engine.model_hash,
+            kv_layout_hash=engine.kv_layout_hash,
+            pools=pools,
+            limits={
+                "num_slots": engine.num_slots,
+                "num_pages": engine.num_pages,
+                "page_tokens": engine.page_tokens,
+                "max_context": engine.max_context,
+                "vocab_size": engine.vocab_size,
+                "max_batch": config.decode.max_batch,
+            },
+        )
+        self._tasks = tasks
+        self.link = RouterLink(
+            config, self.sender, hello, self._on_router, self._beat, self._on_peers, self._on_new
+        )
+        self._to_router = Outbox(self.link.send)
+        self._prefills = PeerLinks(tasks, self.sender, hello, self._on_prefill)
+        self._tokenizers = PeerLinks(tasks, self.sender, hello, self._on_tokenizer)
+        self._drafts = PeerLinks(tasks, self.sender, hello, self._on_draft)
+        self._draft = ""  # incarnation of the draft that we use
+        self._router = ""
+        self._declare_metrics(instance)
+
+    def _declare_metrics(self, instance: str) -> None:
+        self._registry = registry = metrics.registry("decode", instance)
+        registry.register(BooksCollector(self.scheduler.books))
+        buckets = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2, 5)
+        self._step_seconds = Histogram(
+            "decant_decode_step_seconds", "Time of one step", buckets=buckets, registry=registry
+        )
+        self._draft_seconds = Histogram(
+            "decant_draft_seconds", "Propose to Drafts", buckets=buckets, registry=registry
+        )
+        self._handoff_seconds = Histogram(
+            "decant_pull_seconds", "Time of one pull", buckets=buckets, registry=registry
+        )
+        scheduler = self.scheduler
+        for name, text, value in (
+            ("decant_sequences", "Live sequences", lambda: scheduler.num_running),
+            ("decant_planned_drafts", "k of the last proposal", lambda: self._num_proposed),
+        ):
+            Gauge(name, text, registry=registry).set_function(value)
+        self._counters = {
+            name: Counter(f"decant_{name}", text, registry=registry)
+            for name, text in (
+                ("generated_tokens", "Tokens drawn and kept"),
+                ("drafted_tokens", "Draft tokens verified"),
+                ("accepted_tokens", "Draft tokens that equalled the drawn token"),
+                ("preemptions", "Requests preempted because the pool was dry"),
+                ("missed_drafts", "Proposals that were not answered in time"),
+                ("failed_pulls", "Hand-offs that failed"),
+            )
+        }
+
+    # ---- life ------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Until the stop event, then drain."""
+        background = [
+            self._tasks.create_task(coroutine)
+            for coroutine in (
+                self.link.run(),
+                self._to_router.run(),
+                self._step_forever(),
+                self._tick(),
+                metrics.serve(self._registry, self.config.metrics_path(self.sender.source)),
+            )
+        ]
+        await stop().wait()
+        await self._drain()
+        for task in background:
+            task.cancel()
+        for links in (self._prefills, self._tokenizers, self._drafts):
+            links.close()
+        self.link.close()
+        self.copies.close()
+
+    async def _drain(self) -> None:
+        """Finish what is there; hand back the rest."""
+        self.scheduler.is_draining = True
+        self.link.beat()
+        if not await drained(lambda: self.scheduler.is_idle, self._drain_s):
+            self.scheduler.hand_back("this decode process is draining")
+            self._flush()
+        await flushed(
+            lambda: len(self._to_router),
+            lambda: self._prefills.num_waiting,
+            lambda: self._tokenizers.num_waiting,
+        )
+
+    async def _step_forever(self) -> None:
+        while True:
+            self._wake.clear()
+            plan = self.scheduler.plan()
+            self._flush(is_wake=False)
+            if plan is None:
+                self.is_busy = False
+                await self._wake.wait()
+                continue
+            self.is_busy = True
+            has_draft = self.scheduler.has_draft
+            output = await self.thread.run(
+                execute_decode, self.engine, self.sampler, plan, self._mask, has_draft
+            )
+            self.num_steps += 1
+            self._step_seconds.observe(output.elapsed_s)
+            proposal = self.scheduler.apply(output)
+            if proposal:
+                self._propose(proposal)  # NOTE: before the tokens, everybody waits for it
+            self._flush()
+            if proposal:
+                await self._wait_for_drafts()
+
+    def _propose(self, proposal: Proposal) -> None:
+        self._answered.clear()
+        self._proposed_ms = now_ms()
+        self._num_proposed = max(slot.num_drafts for slot in proposal.message.slots)
+        blobs = [proposal.streams.tobytes(), pack_ids(proposal.next_tokens)]
+        if not self._drafts.post(self._draft, proposal.message, blobs):
+            self.scheduler.draft_gone()
+            self._answered.set()
+
+    async def _wait_for_drafts(self) -> None:
+        """Bounded. A late answer still counts for the draft's window; until it comes, k = 0."""
+        try:
+            async with asyncio.timeout(self.config.draft.timeout_ms / 1e3):
+                await self._answered.wait()
+        except TimeoutError:
+            self._counters["missed_drafts"].inc()
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self.scheduler.tick(now_ms())
+            self._flush()
+
+    # ---- out -------------------------------------------------------------------------------------
+
+    def _flush(self, is_wake: bool = True) -> None:
+        """Send and start what the scheduler decided, and wake the stepping task."""
+        for action in self.scheduler.take():
+            if isinstance(action, ToRouter):
+                self._to_router.post(action.message)
+            elif isinstance(action, ToPrefill):
+                self._prefills.post(action.peer, action.message)
+            else:
+                self._tasks.create_task(self._pull(action))
+        for instance, outgoing in self.scheduler.take_tokens().items():
+            message, blob = Tokens(self.num_steps, outgoing.runs), pack_ids(outgoing.ids)
+            for incarnation, peer in self._tokenizers.peers.items():
+                if peer.instance == instance:
+                    self._tokenizers.post(incarnation, message, [blob])
+        for name, total in (
+            ("generated_tokens", self.scheduler.num_tokens),
+            ("drafted_tokens", self.scheduler.num_drafted),
+            ("accepted_tokens", self.scheduler.num_accepted),
+            ("preemptions", self.scheduler.num_preempted),
+        ):
+            counter = self._counters[name]
+            counter.inc(total - counter._value.get())
+        if is_wake:
+            self._wake.set()
+
+    async def _pull(self, pull: Pull) -> None:
+        """Copy pages in the copying thread."""
+
+        def copy() -> None:
+            self.engine.pull_pages(
+                pull.peer, pull.source, pull.target, pull.num_tokens, pull.checksums
+            )
+            if pull.is_last:
+                self.engine.pull_slot(
+                    pull.peer,
+                    pull.source_slot,
+                    pull.target_slot,
+                    pull.slot_tokens,
+                    pull.slot_checksum,
+                )
+
+        began_ms, error = now_ms(), ""
+        try:
+            await self.copies.run(copy)
+        except HandoffError as failure:
+            error = failure.message
+            self._counters["failed_pulls"].inc()
+            log.warning("a hand-off failed", rid=pull.key[0], attempt=pull.key[1], error=error)
+        self._handoff_seconds.observe((now_ms() - began_ms) / 1e3)
+        self.scheduler.pulled(pull, error, now_ms())
+        self._flush()
+
+    # ---- in --------------------------------------------------------------------------------------
+
+    async def _on_router(self, envelope: Envelope) -> None:
+        body = envelope.body
+        if isinstance(body, Reserve):
+            try:
+                ids = unpack_ids(envelope.blobs[0] if envelope.blobs else b"")
+            except ProtocolError as error:
+                log.warning("bad Reserve", rid=body.request_id, error=error.message)
+                return
+            self.scheduler.reserve(body, ids)
+        elif isinstance(body, Cancel):
+            self.scheduler.cancel(body)
+        elif isinstance(body, StreamCredit):
+            self.scheduler.credit(body)
+        elif isinstance(body, Drain):
+            self._drain_s = body.timeout_s
+            stop().set()
+        self._flush()
+
+    async def _on_prefill(self, peer: Peer, envelope: Envelope) -> None:
+        body = envelope.body
+        if envelope.header.incarnation != peer.incarnation:
+            return  # its successor on the same endpoint, which Peers will name soon
+        if isinstance(body, KVReady):
+            if body.epoch != peer.pools[0].epoch:
+                gone = KVGone(body.request_id, body.attempt, body.lane, "another pool")
+                self.scheduler.kv_gone(peer.incarnation, gone)
+            else:
+                self.scheduler.kv_ready(peer.incarnation, body, now_ms())
+        elif isinstance(body, KVGone):
+            self.scheduler.kv_gone(peer.incarnation, body)
+        self._flush()
+
+    async def _on_tokenizer(self, peer: Peer, envelope: Envelope) -> None:
+        if isinstance(envelope.body, ReplayFrom):
+            self.scheduler.replay(peer.instance, envelope.body)
+            self._flush()
+
+    async def _on_draft(self, peer: Peer, envelope: Envelope) -> None:
+        body = envelope.body
+        if not isinstance(body, Drafts) or peer.incarnation != self._draft:
+            return
+        try:
+            ids = unpack_ids(envelope.blobs[0] if envelope.blobs else b"")
+        except ProtocolError as error:
+            log.warning("bad Drafts", error=error.message)
+            return
+        if self.scheduler.drafted(body.step, body.counts, ids):
+            seconds = (now_ms() - self._proposed_ms) / 1e3
+            self._draft_seconds.observe(seconds)
+            self.scheduler.depth.drafted(len(ids), seconds)
+        if not self.scheduler.is_draft_due:
+            self._answered.set()
+            self._wake.set()  # pages may have come out of quarantine
+
+    async def _on_peers(self, peers: Peers) -> None:
+        def of(service: str) -> list[Peer]:
+            return [p for p in peers.peers if p.service == service]
+
+        new, gone = self._prefills.follow(of("prefill"))
+        # In the copying thread: after the copies under way, before those to come.
+        for peer in gone:
+            self._tasks.create_task(self.copies.run(self.engine.detach, peer.incarnation))
+        for peer in new:
+            self._tasks.create_task(self._attach(peer))
+        self.scheduler.peers({p.instance: p.incarnation for p in of("prefill")})
+        self._tokenizers.follow(of("tokenizer"))
+        self._drafts.follow(of("draft") if self.config.draft.enabled else [])
+        self._choose_draft()
+        self._flush()
+
+    def _choose_draft(self) -> None:
+        """Our draft is the one of our number; any other if there is none."""
+        if self._draft in self._drafts.peers:
+            return
+        number = self.sender.source.rpartition("-")[2]
+        candidates = sorted(
+            self._drafts.peers.values(),
+            key=lambda p: (p.instance.rpartition("-")[2] != number, p.instance),
+        )
+        self._draft = candidates[0].incarnation if candidates else ""
+        self.scheduler.has_draft = bool(self._draft)
+        self.scheduler.draft_gone()
+        self._answered.set()
+
+    async def _attach(self, peer: Peer) -> None:
+        try:
+            await self.copies.run(self.engine.attach, peer.incarnation, peer.pools)
+        except HandoffError as error:  # its hand-offs will fail and be tried elsewhere
+            log.warning("cannot map", peer=peer.instance, error=error.message)
+
+    async def _on_new(self, router: str) -> None:
+        if self._router:
+            log.info("another router, all work is void", router=router)
+            self._to_router.clear()
+            self.scheduler.reset()
+            self._flush()
+        self._router = router
+
+    def _beat(self) -> Heartbeat:
+        return Heartbeat(
+            self.num_steps,
+            self.is_busy,
+            loop_lag_ms=loop_lag_ms(),
+            stats=self.scheduler.stats(),
+            is_draining=stop().is_set(),
+        )
+
+
+async def serve(
+    config: Config, instance: str, load: Callable[[], Engine], mask: Mask | None = None
+) -> None:
+    """Load the engine in its thread, serve until stopped, close it."""
+    thread = WorkThread("engine")
+    try:
+        engine = await thread.run(load)
+        try:
+            log.info("engine loaded", num_pages=engine.num_pages, num_slots=engine.num_slots)
+            async with asyncio.TaskGroup() as tasks:
+                await DecodeService(config, instance, engine, thread, tasks, mask).run()
+        finally:
+            await asyncio.shield(thread.run(engine.close))
+    finally:
+        thread.close()
+
+
+async def main(config: Config, instance: str) -> None:
+    """The decode process."""
+    from decant.engine.load import load_engine
+
+    await serve(config, instance, lambda: load_engine(config, "decode"))
+
+
+if __name__ == "__main__":
+    run("decode", main)

@@ -1,0 +1,252 @@
+"""Prefill process: chunks of prompts in, KV pages out. Samples nothing, knows no client.
+
+Control comes from the router (RouterLink); decode processes connect to our ROUTER socket, say
+Hello, get KVReady / KVGone and answer KVRelease. What is decided is in
+``engine/prefill_scheduler.py``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+
+import structlog
+from prometheus_client import Counter, Histogram
+
+from decant.engine.execute import execute_prefill
+from decant.engine.interface import Engine
+from decant.engine.prefill_scheduler import PrefillLimits, PrefillScheduler, ToDecode, ToRouter
+from decant.protocol.config import Config
+from decant.protocol.errors import ProtocolError
+from decant.protocol.messages import (
+    Cancel,
+    Drain,
+    Heartbeat,
+    Hello,
+    KVRelease,
+    Message,
+    Peers,
+    Prefill,
+)
+from decant.protocol.wire import Envelope, Sender, unpack_ids
+from decant.services import metrics
+from decant.services.link import RouterLink
+from decant.services.process import build, loop_lag_ms, run, stop
+from decant.services.sockets import Outbox, RouterSocket
+from decant.services.worker import BooksCollector, WorkThread, drained, flushed, now_ms
+
+TICK_S = 0.5
+MAX_EARLY = 4096  # messages kept for decodes that did not say Hello yet
+
+log = structlog.get_logger()
+
+
+class PrefillService:
+    """One prefill group, seen from rank 0."""
+
+    def __init__(self, config: Config, instance: str, engine: Engine, thread: WorkThread) -> None:
+        self.config, self.engine, self.thread = config, engine, thread
+        self.sender = Sender(instance)
+        pools = engine.pools()
+        self.scheduler = PrefillScheduler(
+            PrefillLimits(
+                engine.num_pages,
+                engine.num_slots,
+                engine.page_tokens,
+                engine.max_context,
+                engine.vocab_size,
+                config.prefill.chunk_tokens,
+            ),
+            pools[0].epoch,
+            config.prefill.prefix_cache,
+            f"{engine.model_hash}/{engine.kv_layout_hash}",
+        )
+        self.num_steps = 0
+        self.is_busy = False
+        self._drain_s = config.router.drain_s
+        self._wake = asyncio.Event()
+        self._socket = RouterSocket(self.sender, config.endpoint(instance))
+        self._outbox = Outbox(self._socket.send)
+        self._identities: dict[str, bytes] = {}  # of decodes, by incarnation
+        self._early: dict[str, list[Message]] = {}  # for decodes that did not say Hello yet
+        hello = Hello(
+            "prefill",
+            instance,
+            os.getpid(),
+            build(),
+            model_hash=engine.model_hash,
+            kv_layout_hash=engine.kv_layout_hash,
+            endpoint=config.endpoint(instance),
+            pools=pools,
+            limits={
+                "num_slots": engine.num_slots,
+                "num_pages": engine.num_pages,
+                "page_tokens": engine.page_tokens,
+                "max_context": engine.max_context,
+                "vocab_size": engine.vocab_size,
+            },
+        )
+        self.link = RouterLink(
+            config, self.sender, hello, self._on_router, self._beat, self._on_peers, self._on_new
+        )
+        self._to_router = Outbox(self.link.send)
+        self._router = ""
+        self._registry = metrics.registry("prefill", instance)
+        self._registry.register(BooksCollector(self.scheduler.books))
+        self._chunk_seconds = Histogram(
+            "decant_prefill_chunk_seconds", "Time of one prefill step", registry=self._registry
+        )
+        self._tokens = Counter(
+            "decant_prefill_tokens", "Prompt tokens", ["kind"], registry=self._registry
+        )
+
+    async def run(self) -> None:
+        """Until the stop event, then drain."""
+        async with asyncio.TaskGroup() as tasks:
+            background = [
+                tasks.create_task(coroutine)
+                for coroutine in (
+                    self.link.run(),
+                    self._listen(),
+                    self._outbox.run(),
+                    self._to_router.run(),
+                    self._step_forever(),
+                    self._tick(),
+                    metrics.serve(self._registry, self.config.metrics_path(self.sender.source)),
+                )
+            ]
+            await stop().wait()
+            await self._drain()
+            for task in background:
+                task.cancel()
+        self.link.close()
+        self._socket.close()
+
+    async def _drain(self) -> None:
+        """Finish what is there and let decode fetch it; hand back the rest."""
+        self.scheduler.is_draining = True
+        self.link.beat()
+        if not await drained(lambda: self.scheduler.is_idle, self._drain_s):
+            self.scheduler.hand_back("this prefill process is draining")
+            self._flush()
+        await flushed(lambda: len(self._to_router), lambda: len(self._outbox))
+
+    async def _step_forever(self) -> None:
+        while True:
+            self._wake.clear()
+            plan = self.scheduler.plan(now_ms())
+            if plan is None:
+                self.is_busy = False
+                await self._wake.wait()
+                continue
+            self.is_busy = True
+            began_ms = now_ms()
+            output = await self.thread.run(execute_prefill, self.engine, plan)
+            self.num_steps += 1
+            self._chunk_seconds.observe((now_ms() - began_ms) / 1e3)
+            if plan.step.chunk is not None:
+                self._tokens.labels("computed").inc(len(plan.step.chunk.token_ids))
+            if plan.slot_copy:
+                self._tokens.labels("cached").inc(plan.slot_copy[2])
+            self.scheduler.apply(output, now_ms())
+            self._flush()
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self.scheduler.tick(now_ms())
+            self._flush()
+
+    def _flush(self) -> None:
+        """Send what the scheduler decided, and wake the stepping task."""
+        for action in self.scheduler.take():
+            if isinstance(action, ToRouter):
+                self._to_router.post(action.message)
+            else:
+                self._to_decode(action)
+        self._wake.set()
+
+    def _to_decode(self, action: ToDecode) -> None:
+        identity = self._identities.get(action.peer)
+        if identity is not None:
+            self._outbox.post(identity, action.message)
+        elif sum(map(len, self._early.values())) < MAX_EARLY:
+            self._early.setdefault(action.peer, []).append(action.message)
+
+    async def _listen(self) -> None:
+        """Messages of decode processes."""
+        while True:
+            envelope = await self._socket.receive()
+            incarnation = envelope.header.incarnation
+            self._identities[incarnation] = envelope.identity
+            for message in self._early.pop(incarnation, ()):
+                self._outbox.post(envelope.identity, message)
+            if isinstance(envelope.body, KVRelease):
+                self.scheduler.released(envelope.body)
+                self._flush()
+
+    async def _on_router(self, envelope: Envelope) -> None:
+        body = envelope.body
+        if isinstance(body, Prefill):
+            try:
+                ids = unpack_ids(envelope.blobs[0] if envelope.blobs else b"")
+            except ProtocolError as error:
+                log.warning("bad Prefill", rid=body.request_id, error=error.message)
+                return
+            self.scheduler.prefill(body, ids, now_ms())
+        elif isinstance(body, Cancel):
+            self.scheduler.cancel(body)
+        elif isinstance(body, Drain):
+            self._drain_s = body.timeout_s
+            stop().set()
+        self._flush()
+
+    async def _on_peers(self, peers: Peers) -> None:
+        decodes = {p.incarnation for p in peers.peers if p.service == "decode"}
+        self._identities = {i: v for i, v in self._identities.items() if i in decodes}
+        self._early = {i: v for i, v in self._early.items() if i in decodes}
+        self.scheduler.peers(decodes)
+        self._flush()
+
+    async def _on_new(self, router: str) -> None:
+        if self._router:
+            log.info("another router, all work is void", router=router)
+            self._to_router.clear()
+            self.scheduler.reset()
+            self._flush()
+        self._router = router
+
+    def _beat(self) -> Heartbeat:
+        return Heartbeat(
+            self.num_steps,
+            self.is_busy,
+            loop_lag_ms=loop_lag_ms(),
+            stats=self.scheduler.stats(),
+            is_draining=stop().is_set(),
+        )
+
+
+async def serve(config: Config, instance: str, load: Callable[[], Engine]) -> None:
+    """Load the engine in its thread, serve until stopped, close it."""
+    thread = WorkThread("engine")
+    try:
+        engine = await thread.run(load)
+        try:
+            log.info("engine loaded", num_pages=engine.num_pages, num_slots=engine.num_slots)
+            await PrefillService(config, instance, engine, thread).run()
+        finally:
+            await asyncio.shield(thread.run(engine.close))
+    finally:
+        thread.close()
+
+
+async def main(config: Config, instance: str) -> None:
+    """The prefill process."""
+    from decant.engine.load import load_engine
+
+    await serve(config, instance, lambda: load_engine(config, "prefill"))
+
+
+if __name__ == "__main__":
+    run("prefill", main)
