@@ -74,6 +74,7 @@ class DecodeScheduler:
         self._prefills: dict[str, str] = {}  # instance -> incarnation
         self._actions: list[Action] = []
         self._outgoing: dict[str, Outgoing] = {}
+        self._verified: list[tuple[int, int]] = []
         self._pulling: dict[tuple[str, int, int], Lane] = {}  # by lane key, dropped ones too
         self._running: DecodePlan | None = None
         self._proposal: Proposal | None = None  # unanswered
@@ -91,6 +92,11 @@ class DecodeScheduler:
         """Tokens to send, by tokenizer."""
         outgoing, self._outgoing = self._outgoing, {}
         return outgoing
+
+    def take_verified(self) -> list[tuple[int, int]]:
+        """(drafts verified, drafts accepted) of each sequence since the last call, for metrics."""
+        verified, self._verified = self._verified, []
+        return verified
 
     @property
     def num_running(self) -> int:
@@ -568,6 +574,7 @@ class DecodeScheduler:
         self.num_drafted += num_drafts
         self.num_accepted += num_accepted
         self.depth.verified(num_drafts, num_accepted)
+        self._verified.append((num_drafts, num_accepted))
 
     def _take_draws(self, sequence: Sequence, draws: list[Draw]) -> bool:
         """Append drawn tokens up to the end of the choice, if it is among them, and emit them.

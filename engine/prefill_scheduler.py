@@ -91,6 +91,15 @@ class PrefillPlan:
     is_last: bool = False  # checksum of the slot, too
     snapshot: tuple[int, int, int] | None = None  # source, target, num_tokens
 
+    @property
+    def num_tokens(self) -> int:
+        return 0 if self.step.chunk is None else len(self.step.chunk.token_ids)
+
+    @property
+    def is_first(self) -> bool:
+        """The first of its lane."""
+        return self.clear_slot >= 0 or self.slot_copy is not None
+
 
 @dataclass(frozen=True)
 class PrefillOutput:
@@ -130,15 +139,23 @@ class PrefillScheduler:
 
     def stats(self) -> dict[str, float]:
         """For heartbeats: pages and slots by state, lanes by state, cache counters."""
-        queued = sum(not lane.pages for lane in self.lanes.values())
         return {
             **self.books.stats(),
-            "lanes": float(len(self.lanes)),
-            "queued": float(queued),
+            **{s: float(self.count(s)) for s in ("queued", "computing", "published")},
             "cache_entries": float(len(self.cache) if self.cache else 0),
             "cache_hits": float(self.cache.num_hits if self.cache else 0),
             "cache_misses": float(self.cache.num_misses if self.cache else 0),
         }
+
+    def count(self, state: str) -> int:
+        """Lanes that are "queued", "computing", or "published" (complete, not released)."""
+        is_open = [lane for lane in self.lanes.values() if lane.offer.state is OfferState.OPEN]
+        queued = sum(not lane.pages for lane in is_open)
+        return {
+            "queued": queued,
+            "computing": len(is_open) - queued,
+            "published": len(self.lanes) - len(is_open),
+        }[state]
 
     def _tell(self, message: Message) -> None:
         self._actions.append(ToRouter(message))
@@ -330,8 +347,7 @@ class PrefillScheduler:
         assert plan is not None
         self._running, lane = None, plan.lane
         self.books.unhold([lane.key], "step")
-        if plan.step.chunk is not None:
-            self.num_tokens += len(plan.step.chunk.token_ids)
+        self.num_tokens += plan.num_tokens
         if lane.is_dropped:
             if plan.snapshot and self.cache:
                 self.cache.abandon(plan.snapshot[1])

@@ -15,7 +15,6 @@ import os
 from collections.abc import Callable
 
 import structlog
-from prometheus_client import Counter, Gauge, Histogram
 
 from decant.engine.acceptance import DepthController
 from decant.engine.decode_batch import Limits, Mask, Proposal, ToPrefill, ToRouter
@@ -29,14 +28,17 @@ from decant.protocol.config import Config
 from decant.protocol.errors import HandoffError, ProtocolError
 from decant.protocol.messages import (
     Cancel,
+    Decoding,
     Drafts,
     Drain,
     Heartbeat,
     Hello,
     KVGone,
     KVReady,
+    Message,
     Peer,
     Peers,
+    Preempted,
     ReplayFrom,
     Reserve,
     StreamCredit,
@@ -46,9 +48,9 @@ from decant.protocol.wire import Envelope, Sender, pack_ids, unpack_ids
 from decant.services import metrics
 from decant.services.link import RouterLink
 from decant.services.process import build, loop_lag_ms, run, stop
+from decant.services.serving_metrics import DecodeMetrics, PageGauge
 from decant.services.sockets import Outbox
 from decant.services.worker import (
-    BooksCollector,
     PeerLinks,
     WorkThread,
     drained,
@@ -103,7 +105,6 @@ class DecodeService:
         self._wake = asyncio.Event()
         self._answered = asyncio.Event()  # the open proposal is answered, or void
         self._proposed_ms = 0.0
-        self._num_proposed = 0
         hello = Hello(
             "decode",
             instance,
@@ -131,38 +132,10 @@ class DecodeService:
         self._drafts = PeerLinks(tasks, self.sender, hello, self._on_draft)
         self._draft = ""  # incarnation of the draft that we use
         self._router = ""
-        self._declare_metrics(instance)
-
-    def _declare_metrics(self, instance: str) -> None:
-        self._registry = registry = metrics.registry("decode", instance)
-        registry.register(BooksCollector(self.scheduler.books))
-        buckets = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2, 5)
-        self._step_seconds = Histogram(
-            "decant_decode_step_seconds", "Time of one step", buckets=buckets, registry=registry
-        )
-        self._draft_seconds = Histogram(
-            "decant_draft_seconds", "Propose to Drafts", buckets=buckets, registry=registry
-        )
-        self._handoff_seconds = Histogram(
-            "decant_pull_seconds", "Time of one pull", buckets=buckets, registry=registry
-        )
-        scheduler = self.scheduler
-        for name, text, value in (
-            ("decant_sequences", "Live sequences", lambda: scheduler.num_running),
-            ("decant_planned_drafts", "k of the last proposal", lambda: self._num_proposed),
-        ):
-            Gauge(name, text, registry=registry).set_function(value)
-        self._counters = {
-            name: Counter(f"decant_{name}", text, registry=registry)
-            for name, text in (
-                ("generated_tokens", "Tokens drawn and kept"),
-                ("drafted_tokens", "Draft tokens verified"),
-                ("accepted_tokens", "Draft tokens that equalled the drawn token"),
-                ("preemptions", "Requests preempted because the pool was dry"),
-                ("missed_drafts", "Proposals that were not answered in time"),
-                ("failed_pulls", "Hand-offs that failed"),
-            )
-        }
+        self._registry = metrics.registry("decode", instance)
+        self._metrics = DecodeMetrics(self._registry, num_drafts)
+        PageGauge(self._registry, self.scheduler.pages.counts, lambda: engine.num_pages)
+        self._transport = pools[0].kind
 
     # ---- life ------------------------------------------------------------------------------------
 
@@ -215,18 +188,25 @@ class DecodeService:
                 execute_decode, self.engine, self.sampler, plan, self._mask, has_draft
             )
             self.num_steps += 1
-            self._step_seconds.observe(output.elapsed_s)
+            num_before = self.scheduler.num_tokens
             proposal = self.scheduler.apply(output)
             if proposal:
                 self._propose(proposal)  # NOTE: before the tokens, everybody waits for it
             self._flush()
+            self._metrics.step(
+                len(plan.sequences) + len(plan.firsts),
+                self.scheduler.num_tokens - num_before,
+                int(output.elapsed_s * 1e9),
+            )
+            for num_drafted, num_accepted in self.scheduler.take_verified():
+                self._metrics.verified(num_drafted, num_accepted)
             if proposal:
                 await self._wait_for_drafts()
 
     def _propose(self, proposal: Proposal) -> None:
         self._answered.clear()
         self._proposed_ms = now_ms()
-        self._num_proposed = max(slot.num_drafts for slot in proposal.message.slots)
+        self._metrics.planned_drafts.set(max(s.num_drafts for s in proposal.message.slots))
         blobs = [proposal.streams.tobytes(), pack_ids(proposal.next_tokens)]
         if not self._drafts.post(self._draft, proposal.message, blobs):
             self.scheduler.draft_gone()
@@ -238,13 +218,18 @@ class DecodeService:
             async with asyncio.timeout(self.config.draft.timeout_ms / 1e3):
                 await self._answered.wait()
         except TimeoutError:
-            self._counters["missed_drafts"].inc()
+            self._metrics.draft_timeouts.inc()
+        self._metrics.draft_wait.observe((now_ms() - self._proposed_ms) / 1e3)
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
             self.scheduler.tick(now_ms())
             self._flush()
+            stats = self.scheduler.stats()
+            self._metrics.running.set(stats["sequences"])
+            self._metrics.waiting.set(stats["lanes"])
+            self._metrics.parked.set(stats["parked"])
 
     # ---- out -------------------------------------------------------------------------------------
 
@@ -253,6 +238,7 @@ class DecodeService:
         for action in self.scheduler.take():
             if isinstance(action, ToRouter):
                 self._to_router.post(action.message)
+                self._count(action.message)
             elif isinstance(action, ToPrefill):
                 self._prefills.post(action.peer, action.message)
             else:
@@ -262,16 +248,14 @@ class DecodeService:
             for incarnation, peer in self._tokenizers.peers.items():
                 if peer.instance == instance:
                     self._tokenizers.post(incarnation, message, [blob])
-        for name, total in (
-            ("generated_tokens", self.scheduler.num_tokens),
-            ("drafted_tokens", self.scheduler.num_drafted),
-            ("accepted_tokens", self.scheduler.num_accepted),
-            ("preemptions", self.scheduler.num_preempted),
-        ):
-            counter = self._counters[name]
-            counter.inc(total - counter._value.get())
         if is_wake:
             self._wake.set()
+
+    def _count(self, message: Message) -> None:
+        if isinstance(message, Decoding) and message.num_handoff_bytes:
+            self._metrics.handed_off(self._transport, message.num_handoff_bytes, message.handoff_ms)
+        elif isinstance(message, Preempted):
+            self._metrics.preempted.inc()
 
     async def _pull(self, pull: Pull) -> None:
         """Copy pages in the copying thread."""
@@ -289,14 +273,13 @@ class DecodeService:
                     pull.slot_checksum,
                 )
 
-        began_ms, error = now_ms(), ""
+        error = ""
         try:
             await self.copies.run(copy)
         except HandoffError as failure:
             error = failure.message
-            self._counters["failed_pulls"].inc()
+            self._metrics.handoff_failures.labels("pull").inc()
             log.warning("a hand-off failed", rid=pull.key[0], attempt=pull.key[1], error=error)
-        self._handoff_seconds.observe((now_ms() - began_ms) / 1e3)
         self.scheduler.pulled(pull, error, now_ms())
         self._flush()
 
@@ -336,6 +319,7 @@ class DecodeService:
 
     async def _on_tokenizer(self, peer: Peer, envelope: Envelope) -> None:
         if isinstance(envelope.body, ReplayFrom):
+            self._metrics.replays.inc()
             self.scheduler.replay(peer.instance, envelope.body)
             self._flush()
 
@@ -349,9 +333,7 @@ class DecodeService:
             log.warning("bad Drafts", error=error.message)
             return
         if self.scheduler.drafted(body.step, body.counts, ids):
-            seconds = (now_ms() - self._proposed_ms) / 1e3
-            self._draft_seconds.observe(seconds)
-            self.scheduler.depth.drafted(len(ids), seconds)
+            self.scheduler.depth.drafted(len(ids), (now_ms() - self._proposed_ms) / 1e3)
         if not self.scheduler.is_draft_due:
             self._answered.set()
             self._wake.set()  # pages may have come out of quarantine
@@ -413,10 +395,11 @@ class DecodeService:
 async def serve(
     config: Config, instance: str, load: Callable[[], Engine], mask: Mask | None = None
 ) -> None:
-    """Load the engine in its thread, serve until stopped, close it."""
+    """Load the engine, serve until stopped, close it."""
+    # NOTE: here, in the main thread and before any other thread: with several ranks it forks.
+    engine = load()
     thread = WorkThread("engine")
     try:
-        engine = await thread.run(load)
         try:
             log.info("engine loaded", num_pages=engine.num_pages, num_slots=engine.num_slots)
             async with asyncio.TaskGroup() as tasks:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from array import array
 from collections.abc import Callable
 from contextlib import suppress
 
 import numpy as np
 import structlog
-from prometheus_client import Counter, Histogram
 
 from decant.engine.interface import DraftEngine, DraftSlot
 from decant.protocol.config import Config
@@ -24,8 +24,9 @@ from decant.protocol.wire import Envelope, Sender, pack_ids, unpack_ids
 from decant.services import metrics
 from decant.services.link import RouterLink
 from decant.services.process import build, loop_lag_ms, run, stop
+from decant.services.serving_metrics import DraftMetrics
 from decant.services.sockets import PeerGone, RouterSocket
-from decant.services.worker import WorkThread, now_ms
+from decant.services.worker import WorkThread
 
 HC_MULT = 4  # residual streams
 MAX_WAITING = 64  # proposals; a decode has one in flight
@@ -95,10 +96,7 @@ class DraftService:
             config, self.sender, hello, self._on_router, self._beat, self._on_peers
         )
         self._registry = metrics.registry("draft", instance)
-        self._seconds = Histogram(
-            "decant_propose_seconds", "Time of one proposal", registry=self._registry
-        )
-        self._drafts = Counter("decant_proposed_tokens", "Drafts", registry=self._registry)
+        self._metrics = DraftMetrics(self._registry)
 
     async def run(self) -> None:
         """Until the stop event: decode goes on without drafts, so there is nothing to drain."""
@@ -136,7 +134,7 @@ class DraftService:
             assert isinstance(body, Propose)
             peer = envelope.header.incarnation
             drafts: list[list[int]] = [[] for _ in body.slots]
-            began_ms = now_ms()
+            began_ns = time.monotonic_ns()
             if peer in self._attached:
                 try:
                     slots = draft_slots(envelope, self.engine.max_drafts)
@@ -145,8 +143,7 @@ class DraftService:
                     log.warning("bad Propose", error=error.message)
             ids = array("i", [token for some in drafts for token in some])
             self.num_steps += 1
-            self._seconds.observe((now_ms() - began_ms) / 1e3)
-            self._drafts.inc(len(ids))
+            self._metrics.propose(len(drafts), len(ids), time.monotonic_ns() - began_ns)
             answer = Drafts(body.step, [len(some) for some in drafts])
             with suppress(PeerGone):
                 await self._socket.send(envelope.identity, answer, [pack_ids(ids)])
@@ -179,10 +176,11 @@ class DraftService:
 
 
 async def serve(config: Config, instance: str, load: Callable[[], DraftEngine]) -> None:
-    """Load the MTP layer in its thread, serve until stopped, close it."""
+    """Load the MTP layer, serve until stopped, close it."""
+    # NOTE: here, in the main thread and before any other thread: with several ranks it forks.
+    engine = load()
     thread = WorkThread("engine")
     try:
-        engine = await thread.run(load)
         try:
             await DraftService(config, instance, engine, thread).run()
         finally:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Callable
 
 import structlog
-from prometheus_client import Counter, Histogram
 
 from decant.engine.execute import execute_prefill
 from decant.engine.interface import Engine
@@ -25,6 +25,7 @@ from decant.protocol.messages import (
     Heartbeat,
     Hello,
     KVRelease,
+    Lost,
     Message,
     Peers,
     Prefill,
@@ -33,8 +34,9 @@ from decant.protocol.wire import Envelope, Sender, unpack_ids
 from decant.services import metrics
 from decant.services.link import RouterLink
 from decant.services.process import build, loop_lag_ms, run, stop
+from decant.services.serving_metrics import PageGauge, PrefillMetrics
 from decant.services.sockets import Outbox, RouterSocket
-from decant.services.worker import BooksCollector, WorkThread, drained, flushed, now_ms
+from decant.services.worker import WorkThread, drained, flushed, now_ms
 
 TICK_S = 0.5
 MAX_EARLY = 4096  # messages kept for decodes that did not say Hello yet
@@ -93,13 +95,8 @@ class PrefillService:
         self._to_router = Outbox(self.link.send)
         self._router = ""
         self._registry = metrics.registry("prefill", instance)
-        self._registry.register(BooksCollector(self.scheduler.books))
-        self._chunk_seconds = Histogram(
-            "decant_prefill_chunk_seconds", "Time of one prefill step", registry=self._registry
-        )
-        self._tokens = Counter(
-            "decant_prefill_tokens", "Prompt tokens", ["kind"], registry=self._registry
-        )
+        self._metrics = PrefillMetrics(self._registry)
+        PageGauge(self._registry, self.scheduler.books.pages.counts, lambda: engine.num_pages)
 
     async def run(self) -> None:
         """Until the stop event, then drain."""
@@ -141,14 +138,12 @@ class PrefillService:
                 await self._wake.wait()
                 continue
             self.is_busy = True
-            began_ms = now_ms()
+            if plan.is_first and self.scheduler.cache:
+                self._metrics.lookup(len(plan.lane.ids), plan.lane.num_cached)
+            began_ns = time.monotonic_ns()
             output = await self.thread.run(execute_prefill, self.engine, plan)
             self.num_steps += 1
-            self._chunk_seconds.observe((now_ms() - began_ms) / 1e3)
-            if plan.step.chunk is not None:
-                self._tokens.labels("computed").inc(len(plan.step.chunk.token_ids))
-            if plan.slot_copy:
-                self._tokens.labels("cached").inc(plan.slot_copy[2])
+            self._metrics.step(plan.num_tokens, time.monotonic_ns() - began_ns)
             self.scheduler.apply(output, now_ms())
             self._flush()
 
@@ -157,12 +152,20 @@ class PrefillService:
             await asyncio.sleep(TICK_S)
             self.scheduler.tick(now_ms())
             self._flush()
+            for state, gauge in (
+                ("queued", self._metrics.waiting),
+                ("computing", self._metrics.running),
+                ("published", self._metrics.published),
+            ):
+                gauge.set(self.scheduler.count(state))
 
     def _flush(self) -> None:
         """Send what the scheduler decided, and wake the stepping task."""
         for action in self.scheduler.take():
             if isinstance(action, ToRouter):
                 self._to_router.post(action.message)
+                if isinstance(action.message, Lost):
+                    self._metrics.lost.labels(action.message.code or "other").inc()
             else:
                 self._to_decode(action)
         self._wake.set()
@@ -228,10 +231,11 @@ class PrefillService:
 
 
 async def serve(config: Config, instance: str, load: Callable[[], Engine]) -> None:
-    """Load the engine in its thread, serve until stopped, close it."""
+    """Load the engine, serve until stopped, close it."""
+    # NOTE: here, in the main thread and before any other thread: with several ranks it forks.
+    engine = load()
     thread = WorkThread("engine")
     try:
-        engine = await thread.run(load)
         try:
             log.info("engine loaded", num_pages=engine.num_pages, num_slots=engine.num_slots)
             await PrefillService(config, instance, engine, thread).run()

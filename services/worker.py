@@ -1,4 +1,4 @@
-"""What prefill, decode and draft share: engine thread, links to peers, drain, page metrics."""
+"""What prefill, decode and draft share: threads for blocking calls, links to peers, drain."""
 
 from __future__ import annotations
 
@@ -8,20 +8,12 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-import structlog
-from prometheus_client.core import GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
-
-from decant.engine.kv_pages import Books
-from decant.protocol.errors import KVPageError
 from decant.protocol.messages import Hello, Message, Peer
 from decant.protocol.wire import Envelope, Sender
 from decant.services.sockets import Dealer, Outbox
 
 T = TypeVar("T")
 FLUSH_S = 1.0  # for the last messages of a process that ends
-
-log = structlog.get_logger()
 
 
 def now_ms() -> float:
@@ -121,28 +113,3 @@ async def flushed(*num_waiting: Callable[[], int]) -> None:
     """Give queued messages a moment to leave."""
     await drained(lambda: not any(num() for num in num_waiting), FLUSH_S)
     await asyncio.sleep(0.05)  # what ZeroMQ's own thread still holds
-
-
-class BooksCollector(Collector):
-    """Pages and slots by state, and whether the ledger agrees with itself, at every scrape."""
-
-    def __init__(self, books: Books) -> None:
-        self._books = books
-
-    def collect(self) -> Iterable[Metric]:
-        """Metrics decant_pages, decant_slots (label state) and decant_ledger_mismatch."""
-        for ledger in (self._books.pages, self._books.slots):
-            name = f"decant_{ledger.unit}s"
-            family = GaugeMetricFamily(name, f"KV {ledger.unit}s by state", labels=["state"])
-            for state, num in ledger.counts().items():
-                family.add_metric([state], num)
-            yield family
-        try:
-            self._books.check()
-            mismatch = 0
-        except KVPageError:
-            log.exception("the ledger does not agree with itself")
-            mismatch = 1
-        yield GaugeMetricFamily(
-            "decant_ledger_mismatch", "1: pages or slots do not sum", value=mismatch
-        )
