@@ -39,7 +39,6 @@ test-gpu: $(VENV)/.gpu $(VENV)/.test
 
 check: $(VENV)/.test
 	$(BIN)/ruff check .
-	$(BIN)/ruff format --check . || true
 	$(BIN)/mypy
 
 bench: $(VENV)/.$(EXTRAS)

@@ -18,6 +18,7 @@ import psutil
 
 from decant.protocol.config import Config, build, merge
 from decant.protocol.errors import ConfigError
+from decant.services.model_folder import SHIPPED
 
 DEMO_NAME = "decant-demo"
 ARCHITECTURE = "DeepseekV4ForCausalLM"
@@ -53,9 +54,7 @@ def read_profile(name: str) -> dict[str, Any]:
 
 def demo_folder() -> Path:
     """The model folder that ships with the package."""
-    import decant.engine  # a namespace package without code
-
-    return Path(next(iter(decant.engine.__path__))) / "demo"
+    return SHIPPED.absolute()
 
 
 def resolve(profile: str, pairs: list[str], run_dir: Path) -> Config:
