@@ -220,10 +220,8 @@ def _message(body: Any, status: int) -> str:
 
 def acceptance(usage: dict[str, Any]) -> str:
     """The speculation part of the figures line: accepted of drafted tokens."""
-    details = usage.get("completion_tokens_details") or {}
-    accepted = int(details.get("accepted_prediction_tokens") or 0)
-    rejected = int(details.get("rejected_prediction_tokens") or 0)
-    drafted = accepted + rejected
+    counts = usage.get("speculation") or {}
+    drafted, accepted = int(counts.get("drafted_tokens", 0)), int(counts.get("accepted_tokens", 0))
     if not drafted:
         return "no drafts"
     return f"{accepted} of {drafted} drafts accepted ({accepted / drafted:.0%})"

@@ -22,10 +22,7 @@ def chunk(**delta: Any) -> str:
 USAGE = {
     "prompt_tokens": 5,
     "completion_tokens": 3,
-    "completion_tokens_details": {
-        "accepted_prediction_tokens": 3,
-        "rejected_prediction_tokens": 1,
-    },
+    "speculation": {"drafted_tokens": 4, "accepted_tokens": 3, "steps": 2},
 }
 GOOD = [
     chunk(role="assistant", content=""),
