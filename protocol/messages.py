@@ -178,6 +178,7 @@ class Peers(Message, frozen=True, tag="peers", omit_defaults=True):
     peers: list[Peer]
     is_ready: bool = False  # a complete chain exists and admission is open
     why: str = ""  # if not: one sentence
+    is_full: bool = False  # a complete chain exists, but the queue is full: 429 at once
 
 
 class Heartbeat(Message, frozen=True, tag="heartbeat", omit_defaults=True):

@@ -44,6 +44,7 @@ CANARY_RETRY_S = 1.0
 CANARY_IDS = tuple(range(16, 32))
 MAX_CLOSED = 4096  # requests remembered, so that a late copy of Generate starts nothing
 WORK = (m.Reserved, m.Refused, m.Prefilled, m.Decoding, m.Preempted, m.Finished, m.Lost)
+FULL = "the queue is full"
 WORKERS = ("prefill", "decode")
 
 log = structlog.get_logger()
@@ -100,7 +101,7 @@ class Dispatcher:
             if not proven or self.num_canary_failures >= 2:
                 return f"the canary has not passed: {self.canary_why or 'it is running'}"
         if not self.admission.is_open:
-            return "the queue is full"
+            return FULL
         return ""
 
     # ---- events
@@ -533,7 +534,7 @@ class Dispatcher:
 
     def _peers(self) -> m.Peers:
         why = self.why_not_ready()
-        return m.Peers(self.membership.peers(), not why, why)
+        return m.Peers(self.membership.peers(), not why, why, why == FULL)
 
     # ---- for the administrator and the metrics
 

@@ -207,7 +207,7 @@ class Gateway:
         if self.is_draining:
             raise NotReady("the server is shutting down")
         deadline = time.monotonic() + READY_WAIT_S
-        while not self._client.is_ready:
+        while not self._client.has_chain:
             if time.monotonic() > deadline or not self._client.peers.peers:
                 raise NotReady(f"not ready: {self._client.why}")
             await asyncio.sleep(0.05)

@@ -78,15 +78,11 @@ class RouterLink:
         """Until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._beat())
+            tasks.create_task(self._watch())
             tasks.create_task(self._read())
 
     async def _beat(self) -> None:
         while True:
-            # A silent router is away: its successor does not know us, so Hello is sent until
-            # Welcome arrives.
-            silent_s = time.monotonic() - self._heard_s
-            if self.router and silent_s > MISSED * self._period_s + RETRY_S:
-                self.router = ""
             with suppress(PeerGone):
                 await self._socket.send(self._heartbeat() if self.router else self.hello)
             self._wake.clear()
@@ -94,6 +90,17 @@ class RouterLink:
             with suppress(TimeoutError):
                 async with asyncio.timeout(pause_s):
                     await self._wake.wait()
+
+    async def _watch(self) -> None:
+        """A silent router is away: its successor does not know us, so Hello is sent until Welcome
+        arrives. NOTE: not in ``_beat``, whose sends wait while there is no connection.
+        """
+        while True:
+            await asyncio.sleep(self._period_s)
+            silent_s = time.monotonic() - self._heard_s
+            if self.router and silent_s > MISSED * self._period_s + RETRY_S:
+                self.router = ""
+                self._wake.set()
 
     async def _read(self) -> None:
         while True:

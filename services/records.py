@@ -296,6 +296,8 @@ class Record:
             return self._preempted(now)
         if isinstance(body, m.Finished):
             return self._finished_choice(worker, body, now)
+        if isinstance(body, m.Lost):
+            return self._lost(worker, body, now)
         lane = self.lanes.get(getattr(body, "lane", -1))
         if lane is None or worker not in (lane.decode, lane.prefill):
             return [Count("stale", (type(body).__name__.lower(),))]
@@ -312,12 +314,6 @@ class Record:
                 return []
             case m.Decoding() if worker == lane.decode:
                 return self._decoding(lane, now)
-            case m.Lost():
-                if body.code:
-                    return self.fail(body.code, body.reason, 500, now)
-                if lane.state is State.DONE:
-                    return []
-                return self.lose("lost_by_worker", now)
         return [Count("stale", (type(body).__name__.lower(),))]
 
     def send_failed(self, worker: Ref, now: float) -> list[Decision]:
@@ -514,6 +510,19 @@ class Record:
             if self.is_canary:
                 return self._proof(lane) + self._end("finished", now)
         return []
+
+    def _lost(self, worker: Ref, body: m.Lost, now: float) -> list[Decision]:
+        """Whatever the lane that is named: the worker has let go of the whole attempt."""
+        is_hit = any(
+            lane.decode == worker or (lane.prefill == worker and lane.state <= State.HANDOFF)
+            for lane in self.lanes.values()
+            if lane.state < State.DONE
+        )
+        if not is_hit:
+            return [Count("stale", ("lost",))]
+        if body.code:
+            return self.fail(body.code, body.reason, 500, now)
+        return self.lose("lost_by_worker", now)
 
     def _preempted(self, now: float) -> list[Decision]:
         self.num_preemptions += 1

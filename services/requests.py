@@ -231,6 +231,11 @@ class RequestClient:
         return bool(self._link.router) and self._link.peers.is_ready
 
     @property
+    def has_chain(self) -> bool:
+        """As ``is_ready``, but a full queue counts as well: submitting gives 429 at once."""
+        return bool(self._link.router) and (self._link.peers.is_ready or self._link.peers.is_full)
+
+    @property
     def why(self) -> str:
         """If not ready: one sentence."""
         if self._link.refused:
