@@ -1,52 +1,339 @@
-"""A TP group on the CPU: rank 0 leads, the others are its forked children."""
+"""Engines as TP groups on the CPU: start of the ranks, and rank 0's face of the group.
+
+Every rank runs the same plan on its share of the weights; ``Model.gather`` joins the K-shards. KV
+is identical on all ranks, so page and slot numbers serve all and rank i pulls from rank i.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
+import msgspec
+import numpy as np
 import torch
+from torch import Tensor
 
+from decant.engine import group as processes
 from decant.engine.checkpoint import Checkpoint
 from decant.engine.cpu_engine import CpuEngine
+from decant.engine.group import Channel, Followers, run_on_all
+from decant.engine.interface import (
+    F32,
+    DraftEngine,
+    DraftSlot,
+    Engine,
+    PrefillChunk,
+    SlotRows,
+    StepPlan,
+    StepResult,
+)
 from decant.engine.kv_layout import KVLayout
 from decant.engine.load import max_context, model_folder, pool_prefix
 from decant.engine.pool import Pool
-from decant.engine.reference.model import load_model
+from decant.engine.reference.model import GatherShards, load_model
 from decant.engine.weights import WeightReader
 from decant.protocol.config import Config
 from decant.protocol.errors import CheckpointError, ConfigError
+from decant.protocol.messages import PoolHandle
 
 if TYPE_CHECKING:
     from decant.engine.draft import CpuDraftEngine
 
 
-def start_engine(config: Config, role: str) -> CpuEngine:
-    room = config.prefill if role == "prefill" else config.decode
-    if room.threads != 1:
-        raise ConfigError("the CPU engine runs on one thread: set threads = 1")
-    torch.set_num_threads(1)
-    checkpoint = Checkpoint(model_folder(config))
-    layout = KVLayout(checkpoint.shape, config.kv.page_tokens)
-    prefix = pool_prefix(config, role)
-    pool = Pool.create(f"{prefix}-0", layout, room.pages, room.slots)
-    with torch.inference_mode():
-        model = load_model(
-            WeightReader(checkpoint), config.model.quantise_activations, trunk=True, mtp="keys"
+# -- commands between ranks ------------------------------------------------------------------------
+
+
+def _pack(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return {"dtype": value.dtype.str, "shape": list(value.shape), "data": value.tobytes()}
+    raise NotImplementedError(f"a {type(value).__name__} does not travel between ranks")
+
+
+def command(name: str, *args: Any) -> bytes:
+    """A call, as the followers get it."""
+    return msgspec.msgpack.encode([name, *args], enc_hook=_pack)
+
+
+def _array(value: dict[str, Any]) -> Any:
+    return np.frombuffer(bytearray(value["data"]), value["dtype"]).reshape(value["shape"])
+
+
+def _plan(value: dict[str, Any]) -> StepPlan:
+    rows = tuple(
+        SlotRows(r["slot"], r["start"], tuple(r["token_ids"]), tuple(r["block_table"]))
+        for r in value["decode"]
+    )
+    c = value["chunk"]
+    chunk = None
+    if c is not None:
+        ids = _array(c["token_ids"])
+        chunk = PrefillChunk(c["slot"], c["start"], ids, tuple(c["block_table"]), c["next_token"])
+    return StepPlan(value["step"], rows, chunk)
+
+
+def _draft_slot(value: dict[str, Any]) -> DraftSlot:
+    next_tokens = tuple(value.pop("next_tokens"))
+    return DraftSlot(next_tokens=next_tokens, streams=_array(value.pop("streams")), **value)
+
+
+def _handles(value: list[Any]) -> list[PoolHandle]:
+    return [msgspec.convert(h, PoolHandle) for h in value]
+
+
+# What a follower does with the arguments of each command before it calls its own engine.
+UNPACK: dict[str, Callable[..., tuple[Any, ...]]] = {
+    "step": lambda plan: (_plan(plan),),
+    "propose": lambda peer, slots: (peer, [_draft_slot(s) for s in slots]),
+    "attach": lambda peer, pools: (peer, _handles(pools)),
+}
+STEP_COMMANDS = ("step", "head", "propose", "clear_slot", "copy_page", "copy_slot")
+COPY_COMMANDS = ("attach", "detach", "pull_pages", "pull_slot")
+
+
+def run_command(engine: Any, allowed: Sequence[str], frame: bytes) -> None:
+    name, *args = msgspec.msgpack.decode(frame)
+    if name not in allowed:
+        raise ConfigError(f"a rank got the command {name!r}")
+    unpack = UNPACK.get(name)
+    getattr(engine, name)(*(unpack(*args) if unpack else args))
+
+
+def follow(engine: Any, steps: Channel, copies: Channel) -> None:
+    """A follower's life: steps in this thread, copies beside them."""
+    thread = threading.Thread(
+        target=processes.serve,
+        args=(copies, lambda frame: run_command(engine, COPY_COMMANDS, frame)),
+        daemon=True,
+    )
+    thread.start()
+    processes.serve(steps, lambda frame: run_command(engine, STEP_COMMANDS, frame))
+    engine.close()
+
+
+# -- rank 0's face ---------------------------------------------------------------------------------
+
+
+class GroupEngine:
+    """interface.Engine over all ranks of a group."""
+
+    def __init__(self, own: CpuEngine, followers: Followers, handles: list[PoolHandle]) -> None:
+        self._own, self._followers, self._handles = own, followers, handles
+        self.vocab_size, self.hidden_size = own.vocab_size, own.hidden_size
+        self.max_context, self.page_tokens = own.max_context, own.page_tokens
+        self.num_pages, self.num_slots = own.num_pages, own.num_slots
+        self.max_drafts, self.model_hash = own.max_drafts, own.model_hash
+        self.kv_layout_hash, self.eos_token_id = own.kv_layout_hash, own.eos_token_id
+
+    def _all(self, name: str, *args: Any) -> Any:
+        """Run a method on every rank."""
+        f = self._followers
+        own = getattr(self._own, name)
+        channels, lock = (
+            (f.copies, f.copy_lock) if name in COPY_COMMANDS else (f.steps, f.step_lock)
         )
+        return run_on_all(channels, lock, command(name, *args), lambda: own(*args))
+
+    def pools(self) -> list[PoolHandle]:
+        return self._handles
+
+    def step(self, plan: StepPlan) -> StepResult:
+        return cast(StepResult, self._all("step", plan))
+
+    def head(self, slots: Sequence[int]) -> F32:
+        return cast(F32, self._all("head", list(slots)))
+
+    def last_streams(self, slots: Sequence[int]) -> F32:
+        return self._own.last_streams(slots)
+
+    def clear_slot(self, slot: int) -> None:
+        self._all("clear_slot", slot)
+
+    def attach(self, peer: str, pools: Sequence[PoolHandle]) -> None:
+        self._all("attach", peer, list(pools))
+
+    def detach(self, peer: str) -> None:
+        self._all("detach", peer)
+
+    def pull_pages(
+        self,
+        peer: str,
+        source: Sequence[int],
+        target: Sequence[int],
+        num_tokens: Sequence[int],
+        checksums: Sequence[int],
+    ) -> None:
+        lists = (list(source), list(target), list(num_tokens), list(checksums))
+        self._all("pull_pages", peer, *lists)
+
+    def pull_slot(
+        self, peer: str, source: int, target: int, num_tokens: int, checksum: int
+    ) -> None:
+        self._all("pull_slot", peer, source, target, num_tokens, checksum)
+
+    def page_checksum(self, page: int, num_tokens: int) -> int:
+        return self._own.page_checksum(page, num_tokens)
+
+    def slot_checksum(self, slot: int, num_tokens: int) -> int:
+        return self._own.slot_checksum(slot, num_tokens)
+
+    def copy_page(self, source: int, target: int) -> None:
+        self._all("copy_page", source, target)
+
+    def copy_slot(self, source: int, target: int, num_tokens: int) -> None:
+        self._all("copy_slot", source, target, num_tokens)
+
+    def close(self) -> None:
+        self._followers.close()
+        self._own.close()
+
+
+class GroupDraftEngine:
+    """interface.DraftEngine over all ranks of a group."""
+
+    def __init__(self, own: CpuDraftEngine, followers: Followers) -> None:
+        self._own, self._followers = own, followers
+        self.model_hash, self.kv_layout_hash = own.model_hash, own.kv_layout_hash
+        self.max_drafts = own.max_drafts
+
+    def _all(self, name: str, *args: Any) -> Any:
+        f = self._followers
+        own = getattr(self._own, name)
+        channels, lock = (
+            (f.copies, f.copy_lock) if name in COPY_COMMANDS else (f.steps, f.step_lock)
+        )
+        return run_on_all(channels, lock, command(name, *args), lambda: own(*args))
+
+    def attach(self, peer: str, pools: Sequence[PoolHandle]) -> None:
+        self._all("attach", peer, list(pools))
+
+    def detach(self, peer: str) -> None:
+        self._all("detach", peer)
+
+    def propose(self, peer: str, slots: Sequence[DraftSlot]) -> list[list[int]]:
+        return cast(list[list[int]], self._all("propose", peer, list(slots)))
+
+    def close(self) -> None:
+        self._followers.close()
+        self._own.close()
+
+
+# -- start -----------------------------------------------------------------------------------------
+
+
+def build_engine(
+    config: Config, role: str, checkpoint: Checkpoint, rank: int, gather: GatherShards | None
+) -> CpuEngine:
+    """One rank. Raises: ConfigError, CheckpointError."""
+    room = config.prefill if role == "prefill" else config.decode
+    layout = KVLayout(checkpoint.shape, config.kv.page_tokens)
+    reader = WeightReader(checkpoint, room.tp, rank)
+    name = f"{pool_prefix(config, role)}-{rank}"
+    pool = Pool.create(name, layout, room.pages, room.slots, rank)
+    try:
+        with torch.inference_mode():
+            quantise = config.model.quantise_activations
+            model = load_model(reader, quantise, trunk=True, mtp="keys", gather=gather)
+        checkpoint.close()
+    except BaseException:
+        pool.close()
+        raise
     context = max_context(config, checkpoint.shape)
     return CpuEngine(model, pool, context, config.kv.max_drafts, checkpoint.model_hash)
 
 
-def start_draft(config: Config) -> CpuDraftEngine:
+def build_draft(
+    config: Config, checkpoint: Checkpoint, rank: int, gather: GatherShards | None
+) -> CpuDraftEngine:
+    """One rank of the draft. Raises: CheckpointError."""
     from decant.engine.draft import CpuDraftEngine
 
+    layout = KVLayout(checkpoint.shape, config.kv.page_tokens)
+    reader = WeightReader(checkpoint, config.draft.tp, rank)
+    with torch.inference_mode():
+        quantise = config.model.quantise_activations
+        model = load_model(reader, quantise, trunk=False, mtp="full", gather=gather)
+    checkpoint.close()
+    return CpuDraftEngine(model, layout, config.kv.max_drafts, checkpoint.model_hash, rank)
+
+
+def _prepare(config: Config, role: str, tp: int, threads: int) -> Checkpoint:
+    """Everything that can be wrong, before memory is taken or a process starts."""
+    if threads != 1:
+        raise ConfigError(f"the CPU engine runs on one thread: set {role}.threads = 1")
     torch.set_num_threads(1)
     checkpoint = Checkpoint(model_folder(config))
+    checkpoint.shape.check_tp(tp, config.model.quantise_activations)
+    if config.run_dir:
+        processes.lock_rank(config.run_dir, role, 0)
+    return checkpoint
+
+
+def _start_group(
+    config: Config,
+    role: str,
+    tp: int,
+    build: Callable[[int, Callable[[Tensor], Tensor]], Any],
+) -> tuple[Any, Followers, list[PoolHandle]]:
+    """Fork, join, load: this rank's engine, the followers, and the pool handles of all ranks."""
+
+    def life(rank: int, rendezvous: str, steps: Channel, copies: Channel) -> None:
+        if config.run_dir:
+            processes.lock_rank(config.run_dir, role, rank)
+        engine = build(rank, processes.join_gloo(rendezvous, rank, tp))
+        handles = engine.pools() if hasattr(engine, "pools") else []
+        steps.send(msgspec.msgpack.encode(handles))
+        follow(engine, steps, copies)
+
+    followers = processes.fork_followers(config.run_dir, role, tp, life)
+    followers.watch()
+    own = None
+    try:
+        own = build(0, processes.join_gloo(followers.rendezvous, 0, tp))
+        handles = own.pools() if hasattr(own, "pools") else []
+        for channel in followers.steps:
+            raw = channel.receive(processes.START_WAIT_S)
+            handles = [*handles, *msgspec.msgpack.decode(raw, type=list[PoolHandle])]
+    except BaseException:
+        followers.close()
+        if own is not None:
+            own.close()
+        raise
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(followers.rendezvous)
+    return own, followers, handles
+
+
+def start_engine(config: Config, role: str) -> Engine:
+    """See load.load_engine."""
+    if role not in ("prefill", "decode"):
+        raise ConfigError(f"there is no engine for role {role!r}")
+    room = config.prefill if role == "prefill" else config.decode
+    checkpoint = _prepare(config, role, room.tp, room.threads)
+    if room.tp == 1:
+        return build_engine(config, role, checkpoint, 0, None)
+    parts = _start_group(
+        config,
+        role,
+        room.tp,
+        lambda rank, gather: build_engine(config, role, checkpoint, rank, gather),
+    )
+    return GroupEngine(*parts)
+
+
+def start_draft(config: Config) -> DraftEngine:
+    """See load.load_draft."""
+    room = config.draft
+    checkpoint = _prepare(config, "draft", room.tp, room.threads)
     if not checkpoint.shape.has_mtp:
         raise CheckpointError("the checkpoint has no MTP layer: set draft.enabled = false")
-    layout = KVLayout(checkpoint.shape, config.kv.page_tokens)
-    with torch.inference_mode():
-        model = load_model(
-            WeightReader(checkpoint), config.model.quantise_activations, trunk=False, mtp="full"
-        )
-    return CpuDraftEngine(model, layout, config.kv.max_drafts, checkpoint.model_hash)
+    if room.tp == 1:
+        return build_draft(config, checkpoint, 0, None)
+    own, followers, _ = _start_group(
+        config, "draft", room.tp, lambda rank, gather: build_draft(config, checkpoint, rank, gather)
+    )
+    return GroupDraftEngine(own, followers)

@@ -8,6 +8,7 @@ is never read again by its peers.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import mmap
 import os
@@ -84,6 +85,7 @@ class Pool:
             num_slots=num_slots, slot_bytes=layout.slot_bytes, layout_hash=layout.hash, rank=rank,
         )  # fmt: skip
         pool = cls(mapping, handle, layout, owned=True)
+        atexit.register(pool.close)  # a process that ends by an exception leaves nothing behind
         pool._header[_MAGIC], pool._header[_EPOCH], pool._header[_ALIVE] = MAGIC, epoch, 1
         return pool
 
@@ -130,6 +132,7 @@ class Pool:
         if self._mapping is None:
             return
         if self.is_owner:
+            atexit.unregister(self.close)
             self._header[_ALIVE] = 0
             with contextlib.suppress(FileNotFoundError):
                 (SHM / self.handle.name).unlink()

@@ -6,8 +6,6 @@ quantisation (trunk-quant) and that do not.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import pytest
 
@@ -41,7 +39,7 @@ def prefill(engine: CpuEngine, slot: int, ids: I32, chunk: int) -> None:
         engine.step(StepPlan(0, (), part))
 
 
-def decode(engine: CpuEngine, slot: int, start: int, ids: Sequence[int]) -> F32:
+def decode(engine: CpuEngine, slot: int, start: int, ids: I32 | list[int]) -> F32:
     rows = SlotRows(slot, start, tuple(int(t) for t in ids), table(slot))
     return engine.step(StepPlan(0, (rows,))).logits
 
@@ -75,7 +73,7 @@ def test_prefill_equals_decode(engine: CpuEngine) -> None:
     prefill(engine, 0, ids, 256)
     prefill(engine, 1, ids[:160], 64)
     for i in range(160, TOTAL):
-        logits = decode(engine, 1, i, [ids[i]])
+        logits = decode(engine, 1, i, [int(ids[i])])
     assert same_bits(logits, engine.head([0]))
     live = engine.pool.layout.live_in_slot(TOTAL)
     for rows in live:
@@ -114,7 +112,7 @@ def test_rollback(engine: CpuEngine, k: int) -> None:
     ids = tokens(engine, 3)
     begin = 110  # across the ends of CSA windows and of the first HCA window
     prefill(engine, 0, ids[:begin], 256)
-    wanted = [decode(engine, 0, i, [ids[i]])[0] for i in range(begin, 150)]
+    wanted = [decode(engine, 0, i, [int(ids[i])])[0] for i in range(begin, 150)]
     prefill(engine, 1, ids[:begin], 256)
     at, right = begin, 0
     while at < 150:
@@ -125,7 +123,7 @@ def test_rollback(engine: CpuEngine, k: int) -> None:
         for i in range(min(1 + right, 150 - at)):
             assert same_bits(logits[i], wanted[at + i - begin]), (at, i)
         at += 1 + right
-    decode(engine, 1, at, [ids[at]])  # what lies behind the end was a rejected draft's
+    decode(engine, 1, at, [int(ids[at])])  # what lies behind the end was a rejected draft's
     prefill(engine, 0, ids[: at + 1], 256)
     assert state(engine, 1, at + 1)[1:] == state(engine, 0, at + 1)[1:]
     assert same_bits(engine.last_streams([1]), engine.last_streams([0]))
