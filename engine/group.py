@@ -115,8 +115,8 @@ def run_on_all(
 
 
 def serve(channel: Channel, handle: Callable[[bytes], None]) -> None:
-    """A follower's loop: run commands until an empty frame or the end of the channel. An error that is ours
-    is answered; any other ends the process, and with it the group."""
+    """A follower's loop: run commands until an empty frame or the end of the channel. An error of
+    ours is answered; any other ends the process, and with it the group."""
     while True:
         try:
             frame = channel.receive(None)
