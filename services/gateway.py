@@ -37,6 +37,7 @@ from decant.services.api.context import ERROR, GENERATIONS, REQUEST_ID, START_S,
 from decant.services.api.errors import ApiError
 from decant.services.api.generation import Backend, Generation, Job
 from decant.services.api.validate import parse_json
+from decant.services.dashboard import Dashboard
 from decant.services.requests import RequestClient, new_request_id
 from decant.services.serving_metrics import GatewayMetrics
 
@@ -67,6 +68,7 @@ class Gateway:
         Gauge("decant_ready", "Admission is open", registry=self.registry).set_function(
             lambda: client.is_ready
         )
+        self._dashboard = Dashboard(config, self._own_page, self._model.name)
         self._body_bytes = 0
         self._open_routes: set[str] = set()
 
@@ -90,10 +92,12 @@ class Gateway:
             ("/health", self._health),
             ("/ready", self._ready),
             ("/version", self._version),
+            ("/dashboard", self._dashboard.page),
         ):
             self._open_routes.add(path)
             add("GET", path, handler)
         add("GET", "/metrics", self._metrics_page)
+        add("GET", "/dashboard/events", self._dashboard.events)
         return app
 
     # ---- around every request ----------------------------------------------------------------
@@ -324,12 +328,15 @@ class Gateway:
     async def _version(self, request: web.Request) -> web.StreamResponse:
         return web.json_response({"version": process.build(), "model": self._model.name})
 
+    def _own_page(self) -> dict[str, str]:
+        return {self._instance: generate_latest(self.registry).decode()}
+
     async def _metrics_page(self, request: web.Request) -> web.StreamResponse:
         compat = request.query.get("compat", "")
         if compat not in ("", "vllm", "sglang"):
             raise ApiError(400, "invalid_request", "compat is vllm or sglang.", "compat")
-        own = {self._instance: generate_latest(self.registry).decode()}
-        text = await metrics_page.collect(self._config.run_dir, own, compat, self._model.name)
+        run_dir, own = self._config.run_dir, self._own_page()
+        text = await metrics_page.collect(run_dir, own, compat, self._model.name)
         return web.Response(text=text, headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
 
 

@@ -69,13 +69,14 @@ def join(pages: Mapping[str, str | None], compat: str = "", model: str = "") -> 
     return "\n".join(lines) + "\n"
 
 
-async def read(path: Path) -> str | None:
-    """One process's page; None if it does not answer in time."""
+async def read(path: Path, page: str = "/metrics") -> str | None:
+    """A page of one process's socket; None if it does not answer in time."""
     try:
         async with asyncio.timeout(TARGET_TIMEOUT_S):
             reader, writer = await asyncio.open_unix_connection(str(path))
             try:
-                writer.write(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+                head = f"GET {page} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+                writer.write(head.encode())
                 data = b""
                 while block := await reader.read(1 << 16):
                     data += block
@@ -85,10 +86,10 @@ async def read(path: Path) -> str | None:
                 writer.close()
     except (OSError, TimeoutError):
         return None
-    head, _, body = data.partition(b"\r\n\r\n")
-    if b" 200 " not in head.split(b"\r\n", 1)[0]:
+    top, _, body = data.partition(b"\r\n\r\n")
+    if b" 200 " not in top.split(b"\r\n", 1)[0]:
         return None
-    if b"chunked" in head.lower():
+    if b"chunked" in top.lower():
         body = _unchunk(body)
     return body.decode("utf-8", "replace")
 
