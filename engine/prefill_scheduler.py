@@ -142,9 +142,9 @@ class PrefillScheduler:
         return {
             **self.books.stats(),
             **{s: float(self.count(s)) for s in ("queued", "computing", "published")},
-            "cache_entries": float(len(self.cache) if self.cache else 0),
-            "cache_hits": float(self.cache.num_hits if self.cache else 0),
-            "cache_misses": float(self.cache.num_misses if self.cache else 0),
+            "cache_entries": float(len(self.cache) if self.cache is not None else 0),
+            "cache_hits": float(self.cache.num_hits if self.cache is not None else 0),
+            "cache_misses": float(self.cache.num_misses if self.cache is not None else 0),
         }
 
     def count(self, state: str) -> int:
@@ -277,7 +277,7 @@ class PrefillScheduler:
         """Pages and a slot for a queued lane, as many as possible from the cache."""
         pages, slots, page_tokens = self.books.pages, self.books.slots, self.limits.page_tokens
         hit: Entry | None = None
-        if self.cache:
+        if self.cache is not None:
             lane.digests = lane.digests or self.cache.digests(lane.ids, lane.message.cache_salt)
             hit = self.cache.lookup(lane.digests)
         shared = list(hit.pages[: hit.num_tokens // page_tokens]) if hit else []
@@ -289,14 +289,14 @@ class PrefillScheduler:
         lane.pages = shared + pages.reserve(lane.key, num)
         lane.slot = slots.reserve(lane.key, 1)[0]
         lane.started_ms, lane.hit = now_ms, hit
-        if self.cache:
+        if self.cache is not None:
             self.cache.count(hit)
             lane.num_cached = lane.num_computed = hit.num_tokens if hit else 0
             lane.points = self.cache.points(lane.digests, lane.num_cached)
         return True
 
     def _make_room(self, num_pages: int, num_slots: int, keep: Entry | None) -> bool:
-        if self.cache:
+        if self.cache is not None:
             return self.cache.make_room(num_pages, num_slots, keep)
         return self.books.pages.num_free >= num_pages and self.books.slots.num_free >= num_slots
 
@@ -321,7 +321,7 @@ class PrefillScheduler:
             full, open_tokens = divmod(hit.num_tokens, page_tokens)
             if open_tokens:
                 page_copy = (hit.pages[full], lane.pages[full])
-        if self.cache and lane.points[:1] == [end]:
+        if self.cache is not None and lane.points[:1] == [end]:
             digest = lane.digests[lane.points.pop(0) // 128 - 1]
             slot = self.cache.reserve_slot(digest, hit)
             if slot >= 0:
@@ -349,14 +349,14 @@ class PrefillScheduler:
         self.books.unhold([lane.key], "step")
         self.num_tokens += plan.num_tokens
         if lane.is_dropped:
-            if plan.snapshot and self.cache:
+            if plan.snapshot and self.cache is not None:
                 self.cache.abandon(plan.snapshot[1])
             return
         lane.num_computed = plan.end
         pages = self.books.pages
         done = lane.pages[: pages_for(plan.end, self.limits.page_tokens)]
         pages.activate(lane.key, done[lane.offer.num_published :])
-        if plan.snapshot and self.cache:
+        if plan.snapshot and self.cache is not None:
             _, slot, num_tokens = plan.snapshot
             digest = lane.digests[num_tokens // 128 - 1]
             self.cache.insert(digest, num_tokens, slot, lane.pages)

@@ -138,7 +138,7 @@ class PrefillService:
                 await self._wake.wait()
                 continue
             self.is_busy = True
-            if plan.is_first and self.scheduler.cache:
+            if plan.is_first and self.scheduler.cache is not None:
                 self._metrics.lookup(len(plan.lane.ids), plan.lane.num_cached)
             began_ns = time.monotonic_ns()
             output = await self.thread.run(execute_prefill, self.engine, plan)

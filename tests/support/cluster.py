@@ -303,7 +303,7 @@ class Cluster:
         assert decode["pages_free"] == self.decode.pages.num, decode
         assert decode["slots_free"] == self.decode.slots.num, decode
         cached = prefill["pages_cached"] + prefill["slots_cached"]
-        if self.prefill.cache:
+        if self.prefill.cache is not None:
             self.prefill.cache.clear()
         prefill = self.prefill.stats()
         assert prefill["pages_free"] == self.prefill.books.pages.num, (prefill, cached)

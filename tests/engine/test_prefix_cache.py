@@ -1,0 +1,133 @@
+"""The prefix cache: hits are exact, reported truthfully, bounded, and never cross a salt."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from cluster import Cluster, Job
+from fake_engine import reference_tokens
+
+from decant.engine.kv_pages import Books
+from decant.engine.prefix_cache import BLOCK_TOKENS, PrefixCache
+from decant.protocol.messages import Sampling
+
+
+def ids(seed: int, num: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(2, 48) for _ in range(num)]
+
+
+def run(c: Cluster, name: str, prompt: list[int], salt: str = "", **sampling: int) -> Job:
+    s = Sampling(seed=1, temperature=0.8, **{"max_tokens": 4, **sampling})  # type: ignore[arg-type]
+    job = c.submit(Job(name, prompt, s, salt=salt))
+    c.run()
+    for _ in range(200):
+        c.step()
+    assert job.outputs[0] == reference_tokens(prompt, s)
+    return job
+
+
+def test_a_conversation_pays_for_its_new_tokens_only() -> None:
+    c = Cluster()
+    history: list[int] = ids(1, 450)
+    assert run(c, "t0", history).num_cached == 0
+    for turn in range(1, 4):
+        history += ids(turn + 1, 150)
+        before = c.prefill_engine.num_prefilled
+        want = (len(history) - 150) // BLOCK_TOKENS * BLOCK_TOKENS
+        assert run(c, f"t{turn}", history).num_cached == want
+        assert c.prefill_engine.num_prefilled - before == len(history) - want
+    c.settle()
+    c.close()
+
+
+@pytest.mark.parametrize("num", [127, 128, 129, 255, 256, 257, 383, 384, 390])
+def test_the_same_prompt_again(num: int) -> None:
+    """At every edge of page and block; a prompt that is cached whole is not computed at all."""
+    c = Cluster()
+    first = run(c, "a", ids(1, num))
+    again = run(c, "b", ids(1, num))
+    assert (first.num_cached, again.num_cached) == (0, num // 128 * 128)
+    c.settle()
+    c.close()
+
+
+def test_a_prefix_that_prompts_share_hits_from_the_third_on() -> None:
+    c = Cluster()
+    system = ids(1, 300)
+    cached = [run(c, f"r{i}", system + ids(10 + i, 140)).num_cached for i in range(4)]
+    assert cached == [0, 0, 256, 256]
+    c.settle()
+    c.close()
+
+
+def test_salt_and_model_separate() -> None:
+    c = Cluster()
+    assert run(c, "a", ids(1, 300), salt="x").num_cached == 0
+    assert run(c, "b", ids(1, 300), salt="y").num_cached == 0
+    assert run(c, "c", ids(1, 300), salt="x").num_cached == 256
+    c.settle()
+    c.close()
+    from array import array
+
+    books = Books(1, 1)
+    some = array("i", ids(1, 128))
+    digests = {
+        PrefixCache(books, 128, model, layout).digests(some, salt)[0]
+        for model, layout, salt in (("m", "l", ""), ("n", "l", ""), ("m", "k", ""), ("m", "l", "s"))
+    }
+    assert len(digests) == 4
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_conversations_in_any_order(seed: int) -> None:
+    """Shared prefixes, cancels, a small pool: exact tokens, truthful counts, nothing leaks."""
+    rng = random.Random(seed)
+    c = Cluster(seed=seed, prefill_pages=rng.choice([8, 14, 24]))
+    roots = [ids(100 + i, rng.choice([128, 200, 260])) for i in range(3)]
+    for i in range(24):
+        prompt = list(rng.choice(roots))
+        prompt += ids(rng.randrange(6), rng.choice([0, 1, 100, 128, 300]))
+        if rng.random() < 0.3:
+            roots.append(prompt[: rng.randrange(1, len(prompt) + 1)])
+        s = Sampling(seed=i, max_tokens=rng.choice([1, 5, 20]))
+        job = c.submit(Job(f"r{i}", prompt, s, num_choices=rng.choice([1, 1, 2])))
+        for _ in range(rng.randrange(120)):
+            c.step()
+        if rng.random() < 0.2 and not job.is_done:
+            c.cancel(job)
+    c.run()
+    for job in c.jobs.values():
+        if not job.is_cancelled:
+            for choice in range(job.num_choices):
+                assert job.outputs[choice] == reference_tokens(job.prompt, job.sampling, choice)
+            assert job.num_cached % 128 == 0
+    cache = c.prefill.cache
+    assert cache is not None
+    assert cache.num_hits > 3
+    c.settle()
+    c.close()
+
+
+def test_a_busy_pool_evicts_but_never_what_a_lane_holds() -> None:
+    c = Cluster(prefill_pages=8)
+    for i in range(6):
+        run(c, f"r{i}", ids(i, 380))
+    cache = c.prefill.cache
+    assert cache is not None
+    assert cache.num_evicted > 0
+    assert len(cache) > 0
+    job = c.submit(Job("long", ids(50, 1000), Sampling(max_tokens=2)))  # needs the whole pool
+    c.run()
+    assert job.outputs[0] == reference_tokens(job.prompt, job.sampling)
+    c.settle()
+    c.close()
+
+
+def test_without_cache_nothing_is_kept() -> None:
+    c = Cluster(cache=False)
+    run(c, "a", ids(1, 300))
+    assert run(c, "b", ids(1, 300)).num_cached == 0
+    c.settle()
+    c.close()
