@@ -6,15 +6,18 @@ Everything follows from a seed. Pure Python but for the numpy arrays of a batch.
 import random
 import zlib
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from decant.engine.demo import chat, facts, skills, toolbox
-from decant.engine.demo.bpe import Encoder
 from decant.engine.demo.chat import BOS, LOW, Conversation, Piece, Turn
 from decant.engine.demo.facts import Keys
 from decant.engine.demo.words import WORDS, pick, sentence
+
+if TYPE_CHECKING:  # it needs packages that serving does not have
+    from decant.engine.demo.bpe import Encoder
 
 KINDS = {"simple": 42, "recall": 28, "memory": 8, "tools": 13, "json": 9}
 SHARE_OF_NUMBERS = 0.3
@@ -54,7 +57,10 @@ EVALUATED = [
 
 
 def _simple_turn(r: random.Random, evaluation: bool, only: str | None = None) -> Turn:
-    kind, said = skills.simple(r, evaluation, only, 0.0 if only else 0.08)
+    share = 0.0 if only else 0.08
+    if only == "disturbed":
+        only, share = pick(r, ["add", "sub", "sort", "reverse", "copy"]), 1.0
+    kind, said = skills.simple(r, evaluation, only, share)
     return Turn(kind, *said)
 
 
@@ -195,7 +201,7 @@ def naked(r: random.Random, keys: Keys, size: int) -> list[Piece]:
 
 
 def row(
-    encode: Encoder,
+    encode: "Encoder",
     r: random.Random,
     length: int,
     share_naked: float,
@@ -230,7 +236,7 @@ Batch = tuple[npt.NDArray[np.int16], npt.NDArray[np.float16]]
 
 
 def batches(
-    encode: Encoder,
+    encode: "Encoder",
     seed: int,
     rows: int,
     length: int,
