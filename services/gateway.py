@@ -33,7 +33,14 @@ from decant.services.api import (
     tokenize,
 )
 from decant.services.api.access import Keys
-from decant.services.api.context import ERROR, GENERATIONS, REQUEST_ID, START_S, TENANT
+from decant.services.api.context import (
+    ERROR,
+    GENERATIONS,
+    KEY,
+    REQUEST_ID,
+    START_S,
+    TENANT,
+)
 from decant.services.api.errors import ApiError
 from decant.services.api.generation import Backend, Generation, Job
 from decant.services.api.validate import parse_json
@@ -135,7 +142,8 @@ class Gateway:
         """Deny by the resolved route: only those on the list are open without a key."""
         resource = request.match_info.route.resource
         if resource is None or resource.canonical not in self._open_routes:
-            request[TENANT] = self._keys.tenant(request)
+            key = request[KEY] = self._keys.find(request)
+            request[TENANT] = key.name
         return await handler(request)
 
     def _failure(self, request: web.Request, error: Exception) -> web.Response:
@@ -226,10 +234,15 @@ class Gateway:
             raise QueueFull(f"{self.num_in_flight} requests are running; try later")
         self.num_in_flight += 1
         self._metrics.http_active.set(self.num_in_flight)
+        key = request[KEY]
         try:
-            await self._wait_ready()
-            return await work()
+            with key.running():
+                await self._wait_ready()
+                return await work()
         finally:
+            for generation in request.get(GENERATIONS, ()):
+                usage = generation.usage
+                key.spend(usage.prompt_tokens + usage.completion_tokens)
             self.num_in_flight -= 1
             self._metrics.http_active.set(self.num_in_flight)
 

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 
 from aiohttp import web
 
+from decant.services.api.access import Key
 from decant.services.api.generation import Generation
 
 REQUEST_ID = web.RequestKey("request_id", str)
 START_S = web.RequestKey("start_s", float)
+KEY = web.RequestKey("key", Key)
 TENANT = web.RequestKey("tenant", str)
 ERROR = web.RequestKey("error", Exception)
 GENERATIONS: web.RequestKey[Sequence[Generation]] = web.RequestKey("generations", Sequence)

@@ -78,7 +78,9 @@ class Backstage:
         self.prompts: list[list[int]] = []
         self.cancels: list[m.Cancel] = []
         self.base = f"http://127.0.0.1:{config.gateway.port}"
-        self._router = RouterSocket(Sender("router"), config.endpoint("router"))
+        sender = Sender("router")
+        self._incarnation = sender.incarnation
+        self._router = RouterSocket(sender, config.endpoint("router"))
         self._sender = Sender("decode-0")
         self._decode: Dealer | None = None
         self._peers: dict[str, tuple[m.Peer, bytes]] = {}
@@ -99,11 +101,11 @@ class Backstage:
                 if body.service == "tokenizer":
                     self._decode = Dealer(self._sender, body.endpoint)
                     await self._decode.send(m.Hello("decode", "decode-0", 1, "test"))
-                await self._router.send(identity, m.Welcome("r" * 32))
+                await self._router.send(identity, m.Welcome(self._incarnation))
                 await self.tell_peers()
             elif isinstance(body, m.Heartbeat):
-                await self._router.send(identity, m.Welcome("r" * 32))
-            elif isinstance(body, m.Generate):
+                await self._router.send(identity, m.Welcome(self._incarnation))
+            elif isinstance(body, m.Generate) and body.request_id not in self._jobs:
                 self.generates.append(body)
                 self.prompts.append(array("i", envelope.blobs[0]).tolist())
                 if self.script.fail is not None:
