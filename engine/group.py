@@ -45,7 +45,7 @@ def lock_rank(run_dir: str, role: str, rank: int) -> int:
     """Take the rank's file lock for the life of the process; waits for a predecessor to be gone.
 
     Returns: the descriptor that holds the lock. Raises: ConfigError after LOCK_WAIT_S."""
-    path = Path(run_dir) / f"{role}-{rank}.lock"
+    path = Path(run_dir) / f"{role}-rank{rank}.lock"
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     deadline, is_logged = time.monotonic() + LOCK_WAIT_S, False
     while True:
