@@ -15,7 +15,7 @@ and its ``main`` asks for ``stop()``, an ``asyncio.Event``:
 * ``main`` returning ends the process. A ConfigError gives one sentence on stderr and status 2, any
   other exception is logged and gives status 1; supervisord starts the process anew.
 
-While the process lives it holds a file lock ``INSTANCE.lock`` in the run directory; a successor
+While the process lives it holds a file lock ``INSTANCE.process`` in the run directory; a successor
 waits for it, bounded, before ``main`` starts: two processes never bind one instance's sockets.
 """
 
@@ -188,7 +188,7 @@ def run(service: str, main: Main) -> None:
         check_run_dir(config.run_dir)
         logs.setup(service, arguments.instance, config)
         die_with_parent()
-        descriptor = lock(f"{config.run_dir}/{arguments.instance}.lock")
+        descriptor = lock(f"{config.run_dir}/{arguments.instance}.process")
         structlog.get_logger().info("starting", build=build())
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_supervise(main, config, arguments.instance, parent))

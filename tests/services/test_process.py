@@ -84,7 +84,7 @@ def test_parents_death_ends_the_process(tmp_path: Path) -> None:
     wait_line(parent, "up")
     parent.kill()
     parent.wait()
-    descriptor = lock(str(tmp_path / "run" / "test-0.lock"), wait_s=8)  # free once it is gone
+    descriptor = lock(str(tmp_path / "run" / "test-0.process"), wait_s=8)  # free once it is gone
     os.close(descriptor)
 
 
