@@ -377,7 +377,10 @@ async def main(config: Config, instance: str) -> None:
     gateway: Gateway
 
     def heartbeat() -> Heartbeat:
+        # NOTE: a gateway has no steps of its own; requests that wait elsewhere do not make it a
+        # stalled process, so every heartbeat counts as one.
         return Heartbeat(
+            step=time.monotonic_ns(),
             is_busy=gateway.num_in_flight > 0,
             loop_lag_ms=process.loop_lag_ms(),
             stats={"in_flight": float(gateway.num_in_flight)},
