@@ -38,6 +38,8 @@ from decant.services.records import Record
 NO_CHAIN_S = 30.0  # that long requests queue for a worker that is being started anew; then 503
 START_S = 10.0  # the same after our own start: the workers of our predecessor are about to join
 MAX_PREFILLING = 8  # lanes at one prefill; more wait here, where deadlines and fairness are kept
+SETTLE_S = 5.0  # at most, for the processes that our predecessor knew
+LOST_PREFILL_S = 5.0  # a lane that prefill should have, while it says that it is idle
 PEERS_AGAIN_S = 5.0
 CANARY_TIMEOUT_S = 15.0
 CANARY_RETRY_S = 1.0
@@ -62,9 +64,11 @@ class Dispatcher:
         fence: Callable[[Member, str], None],
         clock: Callable[[], float] = time.monotonic,
         count: Callable[[str, tuple[str, ...]], None] = lambda what, labels: None,
+        awaited: set[str] | None = None,
     ) -> None:
         """send: hands a message to the socket. fence: starts killing a process; whoever does it
-        calls ``ended`` when it is gone. count: metrics (``decisions.Count``).
+        calls ``ended`` when it is gone. count: metrics (``decisions.Count``). awaited: incarnations
+        that should join again; Peers is held back for them, a few seconds at most.
         """
         self.config, self.incarnation = config, incarnation
         self.membership = Membership(config.router, incarnation)
@@ -75,6 +79,7 @@ class Dispatcher:
         self._popped: dict[Key, Waiting] = {}  # placed, not reserved: where it stood in the queue
         self._closed: OrderedDict[str, int] = OrderedDict()  # request: attempt
         self._full_until: dict[Ref, float] = {}
+        self._awaited, self._settled_s = set(awaited or ()), clock() + SETTLE_S
         self._complete_s = clock() + START_S - NO_CHAIN_S  # when the chain was complete last
         self._told: tuple[int, bool, str] | None = None
         self._told_s = 0.0
@@ -131,8 +136,19 @@ class Dispatcher:
         now = self._clock()
         for record in list(self.records.values()):
             self._do(record, record.tick(now), now)
+            self._look_after(record, now)
         self._run_canary(now)
         self._after(now)
+
+    def _look_after(self, record: Record, now: float) -> None:
+        """Work that prefill does not know of was lost on its way."""
+        for lane in record.lanes.values():
+            if lane.state is State.PREFILLING and now - lane.since_s > LOST_PREFILL_S:
+                assert lane.prefill is not None
+                member = self.membership.get(lane.prefill.incarnation)
+                if member is not None and member.idle_s(now) > LOST_PREFILL_S:
+                    self._do(record, record.lose("prefill_idle", now), now)
+                    return
 
     def judge(self) -> None:
         """Once a heartbeat period: silence and stalls."""
@@ -203,9 +219,11 @@ class Dispatcher:
             return
         if is_new:
             log.info("joined", who=hello.instance, pid_of=hello.pid, incarnation=incarnation)
+        self._awaited.discard(incarnation)
         member = self.membership.get(incarnation)
         assert member is not None
-        self._send_to(member, self._peers(), ())
+        if self._is_settled(now):
+            self._send_to(member, self._peers(), ())
 
     def _from_worker(self, member: Member, body: m.Message, now: float) -> None:
         ref = Ref(member.instance, member.incarnation)
@@ -523,6 +541,8 @@ class Dispatcher:
         self._pump(now)
         why = self.why_not_ready()
         state = self.membership.version, not why, why
+        if not self._is_settled(now):
+            return
         if state != self._told or now - self._told_s > PEERS_AGAIN_S:
             if self._told is not None and state[1:] != self._told[1:]:
                 log.info("readiness", is_ready=not why, why=why)
@@ -531,6 +551,12 @@ class Dispatcher:
             for member in self.membership.all():
                 if member.health is not Health.FENCED:
                     self._send_to(member, peers, ())
+
+    def _is_settled(self, now: float) -> bool:
+        if self._awaited and now >= self._settled_s:
+            log.warning("some processes did not join again", number=len(self._awaited))
+            self._awaited.clear()
+        return not self._awaited
 
     def _peers(self) -> m.Peers:
         why = self.why_not_ready()

@@ -24,6 +24,7 @@ from decant.services.link import UNKNOWN
 MAX_LAG_S = 0.5
 MAX_DEAD = 4096  # incarnations remembered
 MAX_MEMBERS = 256
+STEPPING = ("prefill", "decode", "draft")  # whose step counter must grow while busy
 CHAIN = ("tokenizer", "prefill", "decode")  # what /ready needs one of each
 
 
@@ -45,6 +46,7 @@ class Member:
     stepped_s: float  # when its step counter last changed, or it was idle
     beat: Heartbeat = field(default_factory=lambda: Heartbeat(is_ready=False, why="starting"))
     health: Health = Health.HEALTHY
+    idle_since_s: float | None = None  # first heartbeat of the last row that said so
     is_doubted: bool = False  # one tick found it silent; a second one makes it suspect
     is_on_probation: bool = True
     is_drained: bool = False  # by the administrator
@@ -61,6 +63,10 @@ class Member:
     @property
     def is_draining(self) -> bool:
         return self.is_drained or self.beat.is_draining
+
+    def idle_s(self, now: float) -> float:
+        """For how long its heartbeats have said that it is not busy."""
+        return 0.0 if self.idle_since_s is None else now - self.idle_since_s
 
     @property
     def is_usable(self) -> bool:
@@ -194,6 +200,10 @@ class Membership:
         was_usable, was_draining = member.is_usable, member.is_draining
         if beat.step != member.beat.step or not beat.is_busy or not member.beat.is_busy:
             member.stepped_s = now
+        if beat.is_busy:
+            member.idle_since_s = None
+        elif member.idle_since_s is None:
+            member.idle_since_s = now
         member.beat = beat
         self._heard(member, now)
         if (was_usable, was_draining) != (member.is_usable, member.is_draining):
@@ -216,7 +226,11 @@ class Membership:
             silent_s = now - member.heard_s
             if silent_s > self._config.dead_s:
                 fences.append(self._fence(member, f"silent for {silent_s:.1f} s"))
-            elif member.beat.is_busy and now - member.stepped_s > self._config.stall_s:
+            elif (
+                member.service in STEPPING
+                and member.beat.is_busy
+                and now - member.stepped_s > self._config.stall_s
+            ):
                 stalled_s = now - member.stepped_s
                 fences.append(self._fence(member, f"busy without a step for {stalled_s:.1f} s"))
             elif silent_s > self._config.suspect_s:

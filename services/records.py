@@ -36,7 +36,9 @@ REPEAT_S = 0.5  # between two Cancels to a debtor
 ASK_AGAIN_S = 1.0  # between two AskEmitted
 ASK_FOR_S = 40.0  # without an answer the gateway does not want it any more
 RESERVE_S = 10.0  # for Reserved or Refused
-PREFILL_S = 120.0  # from Prefill to Decoding, plus one second for each PREFILL_TOKENS_PER_S tokens
+PREFILL_S = 120.0  # for Prefilled, plus one second for each PREFILL_TOKENS_PER_S tokens
+HANDOFF_S = 15.0  # from Prefilled to Decoding, plus one second for each HANDOFF_TOKENS_PER_S
+HANDOFF_TOKENS_PER_S = 10_000
 PREFILL_TOKENS_PER_S = 100
 DONE_S = 30.0  # after decode's last token, for the gateway's Cancel(finished); then it is asked
 ACCOUNTS_S = 0.25  # after Cancel(finished), for decode's Finished
@@ -389,13 +391,16 @@ class Record:
             if now - self._since_s > DONE_S:
                 return out + self.lose("end_not_confirmed", now)
             return out
+        handoff_s = HANDOFF_S + self.generate.num_prompt_tokens / HANDOFF_TOKENS_PER_S
         limit_s = PREFILL_S + self.generate.num_prompt_tokens / PREFILL_TOKENS_PER_S
         for lane in self.lanes.values():
             waited_s = now - lane.since_s
             if lane.state is State.RESERVING and waited_s > RESERVE_S:
                 return out + self.lose("reserve_timeout", now)
-            if lane.state in (State.PREFILLING, State.HANDOFF) and waited_s > limit_s:
+            if lane.state is State.PREFILLING and waited_s > limit_s:
                 return out + self.lose("prefill_timeout", now)
+            if lane.state is State.HANDOFF and waited_s > handoff_s:
+                return out + self.lose("handoff_timeout", now)
         # NOTE: only the first suspicion passes by surviving; a second one runs alone to its end.
         if self.alone_in and self.suspicion == 1 and 0 < self._decoding_s < now - ISOLATE_S:
             self._is_cleared, self.alone_in, self.suspect_in = True, frozenset(), set()

@@ -20,6 +20,7 @@ from decant.services import admin, process
 from decant.services.dispatch import Dispatcher
 from decant.services.membership import Member
 from decant.services.reaper import ExitReason, Reaper, supervisord_says, unknown
+from decant.services.roster import Roster
 from decant.services.router_metrics import RouterMetrics
 from decant.services.sockets import Outbox, RouterSocket
 
@@ -59,12 +60,19 @@ class Router:
 
     def __init__(self, config: Config, instance: str, exit_reason: ExitReason = unknown) -> None:
         self.config = config
+        self._noted = 0  # membership version in the roster
         self.sender = Sender(instance)
         self.socket = RouterSocket(self.sender, config.endpoint("router"))
         self.outbox = Outbox(self._send, self._lost)
         self.metrics = RouterMetrics(instance)
+        self.roster = Roster(config)
         self.dispatcher = Dispatcher(
-            config, self.sender.incarnation, self._post, self._fence, count=self.metrics.count
+            config,
+            self.sender.incarnation,
+            self._post,
+            self._fence,
+            count=self.metrics.count,
+            awaited=self.roster.read(),
         )
         self.metrics.attach(self.dispatcher, self.outbox, self.socket)
         self.reaper = Reaper(self.dispatcher.leaving, self.dispatcher.ended, exit_reason)
@@ -88,9 +96,16 @@ class Router:
             if now >= due:
                 due = now + RECORD_TICK_S
                 self.dispatcher.tick()
+                self._note_members()
             else:
                 self.dispatcher.pump()
             await asyncio.sleep(BUSY_TICK_S if len(self.dispatcher.admission) else IDLE_TICK_S)
+
+    def _note_members(self) -> None:
+        version = self.dispatcher.membership.version
+        if version != self._noted:
+            self._noted = version
+            self.roster.write(self.dispatcher.membership.all())
 
     async def judge(self) -> None:
         while True:

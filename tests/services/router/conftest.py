@@ -48,6 +48,7 @@ class Worker:
         self.is_busy, self.step, self.is_silent = False, 0, False
         self.endpoint = endpoint
         self.received: list[m.Message] = []
+        self.peers: list[m.Peers] = []
 
     async def start(self) -> None:
         self.child = await asyncio.create_subprocess_exec("sleep", "1000")
@@ -67,7 +68,7 @@ class Worker:
             hello,
             self._handle,
             self._beat,
-            on_peers=None,
+            on_peers=self.on_peers,
             on_router=self.on_router,
         )
         self.tasks.append(asyncio.create_task(self.link.run()))
@@ -88,6 +89,9 @@ class Worker:
 
     async def on_router(self, incarnation: str) -> None:
         pass
+
+    async def on_peers(self, peers: m.Peers) -> None:
+        self.peers.append(peers)
 
     async def send(self, body: m.Message) -> None:
         if not self.is_silent:

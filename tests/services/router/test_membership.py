@@ -143,6 +143,23 @@ def test_busy_without_a_step_is_fenced() -> None:
     assert s.run(1, "decode-0#1", is_busy=True, step=5) == ["decode-0#1"]
 
 
+def test_who_has_no_steps_may_be_busy_for_ever() -> None:
+    s = Set()
+    s.join("gateway-0")
+    assert s.run(90, "gateway-0#1", is_busy=True) == []
+
+
+def test_idle_time_is_counted_from_the_first_idle_heartbeat() -> None:
+    s = Set()
+    s.join("prefill-0")
+    member = s.members.get("prefill-0#1")
+    assert member is not None
+    s.run(4, "prefill-0#1")
+    assert member.idle_s(s.now) == 4.0
+    s.run(1, "prefill-0#1", is_busy=True)
+    assert member.idle_s(s.now) == 0.0
+
+
 def test_steps_keep_a_busy_process_alive() -> None:
     s = Set()
     s.join("decode-0")

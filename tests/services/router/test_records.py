@@ -247,6 +247,15 @@ def test_no_state_lasts_for_ever_without_an_answer() -> None:
     record.heard(D, m.Reserved("r", 1, 0), 100.0)
     record.tick(100.0 + records.PREFILL_S + 2)
     assert record.state.name == "RESUMING"
+    record = make()
+    record.start(100.0)
+    record.place(0, D, P, 100.0)
+    record.heard(D, m.Reserved("r", 1, 0), 100.0)
+    record.heard(P, m.Prefilled("r", 1, 0), 110.0)
+    record.tick(110.0 + records.HANDOFF_S - 1)
+    assert record.stage.name == "HANDOFF"
+    record.tick(110.0 + records.HANDOFF_S + 1)
+    assert record.state.name == "RESUMING"
 
 
 def test_decode_is_done_but_the_gateway_never_says_so() -> None:

@@ -124,13 +124,31 @@ async def test_stream_survives_the_death_of_the_router(world: World) -> None:
     streams = [await world.generate([i], 400, n=2) for i in range(4)]
     readers = [asyncio.create_task(world.collect(s)) for s in streams]
     await asyncio.sleep(0.05)
+    await asyncio.sleep(0.15)  # the roster is written by the tick
     await world.stop_router()
     await asyncio.sleep(0.2)
+    for worker in world.workers:
+        worker.peers.clear()
     world.start_router()
     results = await asyncio.gather(*readers)
+    # The new router never said that somebody is dead who only had not joined yet.
+    assert all(len(p.peers) == 4 for worker in world.workers for p in worker.peers)
     assert all(len(x) == 400 for ids, _ in results for x in ids)
     assert all(s.attempt > 1 for s in streams)
     await world.assert_clean()
+
+
+async def test_a_new_router_does_not_wait_for_the_dead(world: World) -> None:
+    await world.start()
+    await asyncio.sleep(0.15)
+    await world.stop_router()
+    await world.find("prefill-0").die()
+    world.start_router()
+    await world.add("prefill-0")
+    began = asyncio.get_running_loop().time()
+    await world.until(lambda: world.client.is_ready)
+    assert asyncio.get_running_loop().time() - began < dispatch.SETTLE_S
+    await world.collect(await world.generate([1], 5))
 
 
 async def test_silent_decode_is_fenced_before_its_work_moves(world: World) -> None:
