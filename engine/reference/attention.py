@@ -11,7 +11,7 @@ from torch import Tensor
 
 from decant.engine.model_shape import ModelShape
 from decant.engine.pool import Pool
-from decant.engine.reference import layers, ops
+from decant.engine.reference import layers, ops, products
 from decant.engine.reference.rows import ENTRY_TILE, Closing, Entries, RowPlan, Segment
 
 MAX_GATHERED_ROWS = 64  # rows whose selected entries are copied at a time
@@ -50,7 +50,7 @@ def softmax_attention(q: Tensor, parts: list[Keys], sink: Tensor) -> Tensor:
     top = sink.expand(rows, heads)
     for part in parts:
         groups, columns, _ = part.values.shape
-        s = torch.bmm(q.view(groups, -1, dim), part.values.transpose(1, 2))
+        s = products.scores(q.view(groups, -1, dim), part.values, part.tile)
         s = s.view(rows, heads, columns).add_(part.bias)
         top = torch.maximum(top, s.amax(-1))
         scores.append(s)
@@ -62,7 +62,7 @@ def softmax_attention(q: Tensor, parts: list[Keys], sink: Tensor) -> Tensor:
         tiles = columns // part.tile
         if tiles == 1:
             sums = [p.sum(-1)]
-            values = [torch.bmm(p.view(groups, -1, columns), part.values).view(rows, heads, dim)]
+            values = [products.bmm(p.view(groups, -1, columns), part.values).view(rows, heads, dim)]
         else:
             per_tile = p.view(rows, heads, tiles, part.tile)
             partial = per_tile.sum(-1)
@@ -70,7 +70,7 @@ def softmax_attention(q: Tensor, parts: list[Keys], sink: Tensor) -> Tensor:
             left = p.view(groups, -1, tiles, part.tile).transpose(1, 2)
             left = left.reshape(groups * tiles, -1, part.tile)
             right = part.values.view(groups * tiles, part.tile, dim)
-            mixed = torch.bmm(left, right).view(groups, tiles, -1, dim)
+            mixed = products.bmm(left, right).view(groups, tiles, -1, dim)
             values = [mixed[:, i].reshape(rows, heads, dim) for i in range(tiles)]
         for a, b in zip(sums, values, strict=True):
             total = a if total is None else total.add_(a)
@@ -115,18 +115,18 @@ class AttentionRunner:
         """u: [rows, hidden], normalised. Returns this rank's K-shards [shards, rows, hidden]."""
         shape = self.shape
         eps, rope = shape.rms_norm_eps, shape.qk_rope_head_dim
-        first = torch.mm(self.rounded(u), layer.wq_kv)
+        first = products.mm(self.rounded(u), layer.wq_kv)
         rank = shape.q_lora_rank
         r = ops.rms_norm(first[:, :rank], eps, layer.q_norm)
         keys = self.window_keys(layer, first[:, rank : rank + shape.head_dim], rotations)
         r_in = self.rounded(r)
         groups = layer.wq_b.shape[0]
-        q = torch.bmm(r_in.expand(groups, -1, -1), layer.wq_b)
+        q = products.bmm(r_in.expand(groups, -1, -1), layer.wq_b)
         q = q.transpose(0, 1).contiguous().view(plan.num, -1, shape.head_dim)
         q = ops.rms_norm(q, eps)
         ops.rotate(q, rotations.rows[:, None], rope).mul_(self.scale)
 
-        aux = None if layer.aux is None else torch.mm(u, layer.aux)
+        aux = None if layer.aux is None else products.mm(u, layer.aux)
         old_keys = self._write_window(number, keys, plan, pool, window)
         if aux is not None:
             self._compress(layer, number, aux, plan, rotations, pool)
@@ -150,11 +150,11 @@ class AttentionRunner:
             out[used:] = 0
         ops.rotate(out, rotations.inverse[:, None], rope)
         z = out.view(plan.num, groups, -1).transpose(0, 1)
-        z = torch.bmm(z, layer.wo_a)  # [groups, rows, o_lora]
+        z = products.bmm(z, layer.wo_a)  # [groups, rows, o_lora]
         z = self.rounded(z.transpose(0, 1).reshape(plan.num, -1))
         shards = layer.wo_b.shape[0]
         z = z.view(plan.num, shards, -1).transpose(0, 1)
-        return torch.bmm(z, layer.wo_b)
+        return products.bmm(z, layer.wo_b)
 
     # -- state -------------------------------------------------------------------------------------
 
@@ -210,7 +210,7 @@ class AttentionRunner:
             ops.rotate(entries, rotations.closing[layer.ratio], self.shape.qk_rope_head_dim)
             if target == "index":
                 assert layer.indexer is not None
-                entries = torch.mm(entries, layer.indexer.hadamard)
+                entries = products.mm(entries, layer.indexer.hadamard)
                 if self.quantise:
                     entries = ops.round_e2m1(entries)
             elif self.quantise:
@@ -279,9 +279,9 @@ class AttentionRunner:
         shape, topk = self.shape, self.shape.index_topk
         size, heads = shape.index_head_dim, shape.index_n_heads
         n = len(r_in)
-        psi = torch.mm(r_in, layer.indexer.wq_b).view(n, heads, size)
+        psi = products.mm(r_in, layer.indexer.wq_b).view(n, heads, size)
         ops.rotate(psi, rotation[:, None], shape.qk_rope_head_dim)
-        psi = torch.mm(psi.view(-1, size), layer.indexer.hadamard)
+        psi = products.mm(psi.view(-1, size), layer.indexer.hadamard)
         if self.quantise:
             psi = ops.round_e2m1(psi)
         at = 2 * layer.compressor.ape.shape[1] + 2 * layer.indexer.compressor.ape.shape[1]
@@ -294,7 +294,8 @@ class AttentionRunner:
         for g in range(0, entries.num_shared, step):
             part = slice(g * per, min(n, (g + step) * per))
             k = keys[g : g + step]
-            dots = torch.bmm(psi.view(n, heads, size)[part].reshape(len(k), -1, size), k.mT)
+            psi_part = psi.view(n, heads, size)[part].reshape(len(k), -1, size)
+            dots = products.scores(psi_part, k, ENTRY_TILE[4])
             dots = dots.view(-1, heads, entries.columns).relu_().mul_(omega[part, :, None])
             score = dots[:, 0]
             for h in range(1, heads):

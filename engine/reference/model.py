@@ -13,7 +13,7 @@ from torch import Tensor
 
 from decant.engine.model_shape import ModelShape
 from decant.engine.pool import Pool
-from decant.engine.reference import layers, moe, ops
+from decant.engine.reference import layers, moe, ops, products
 from decant.engine.reference.attention import AttentionRunner, Rotations, write
 from decant.engine.reference.rows import RowPlan
 from decant.engine.weights import WeightReader
@@ -65,7 +65,7 @@ class Model:
         """rho * (fn . x) * scale + base: [rows, columns of the site, padded]."""
         flat = streams.flatten(1)
         rho = flat.square().mean(-1, keepdim=True).add_(self.shape.rms_norm_eps).rsqrt_()
-        return torch.mm(flat, site.fn).mul_(rho).mul_(site.scale).add_(site.base)
+        return products.mm(flat, site.fn).mul_(rho).mul_(site.scale).add_(site.base)
 
     def collapse(self, streams: Tensor, site: layers.Site) -> tuple[Tensor, Tensor, Tensor]:
         """Sub-layer input [rows, hidden], post [rows, S], comb [rows, S, S] (section 2)."""
@@ -130,7 +130,7 @@ class Model:
             streams = torch.cat([streams, streams[:1].expand(extra, -1, -1)])
         pre = torch.sigmoid(self.mix(streams, head.site))[:, :s] + self.shape.hc_eps
         h = ops.rms_norm((streams * pre[..., None]).sum(1), self.shape.rms_norm_eps, head.norm)
-        blocks = torch.bmm(h.expand(len(self.vocabulary), -1, -1), self.vocabulary)
+        blocks = products.bmm(h.expand(len(self.vocabulary), -1, -1), self.vocabulary)
         return self.gather(blocks).transpose(0, 1).reshape(len(streams), -1)[:rows]
 
     # -- MTP ---------------------------------------------------------------------------------------
@@ -141,9 +141,9 @@ class Model:
         assert self.mtp is not None
         eps = self.shape.rms_norm_eps
         e = ops.rms_norm(self.embed[next_tokens], eps, self.mtp.enorm)
-        a = torch.mm(self.attention.rounded(e), self.mtp.e_proj)
+        a = products.mm(self.attention.rounded(e), self.mtp.e_proj)
         b = ops.rms_norm(streams.flatten(0, 1), eps, self.mtp.hnorm)
-        b = torch.mm(self.attention.rounded(b), self.mtp.h_proj)
+        b = products.mm(self.attention.rounded(b), self.mtp.h_proj)
         return b.view_as(streams).add_(a[:, None])
 
     def run_mtp(self, plan: RowPlan, streams: Tensor, pool: Pool) -> Tensor:
@@ -162,7 +162,7 @@ class Model:
         layer = self.mtp.layer
         u, _, _ = self.collapse(z, layer.hc_attn)
         u = ops.rms_norm(u, self.shape.rms_norm_eps, layer.attn_norm)
-        first = torch.mm(self.attention.rounded(u), layer.attn.wq_kv)
+        first = products.mm(self.attention.rounded(u), layer.attn.wq_kv)
         rank, dim = self.shape.q_lora_rank, self.shape.head_dim
         keys = self.attention.window_keys(
             layer.attn, first[:, rank : rank + dim], self.rotations(plan, False)

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from decant.engine.model_shape import ModelShape
-from decant.engine.reference import layers, ops
+from decant.engine.reference import layers, ops, products
 
 PAIR_TILE = 16  # total rows of the pair buffers: keeps elementwise loops free of tails
 
@@ -21,7 +21,7 @@ def route(
     v: [rows, hidden], normalised. tokens: [rows] input ids (hash layers). Ties: the lower expert
     wins."""
     num, topk = shape.n_routed_experts, shape.num_experts_per_tok
-    score = ops.stable_softplus(torch.mm(v, ffn.gate)).sqrt_().numpy()[:, :num]
+    score = ops.stable_softplus(products.mm(v, ffn.gate)).sqrt_().numpy()[:, :num]
     if ffn.tid2eid is not None:
         chosen = ffn.tid2eid[tokens].numpy().astype(np.int64)
     else:
@@ -76,7 +76,7 @@ def run(
     x = ops.round_e4m3(v, 128) if quantise else v
     x = x.index_select(0, torch.from_numpy(source))
     shards = ffn.w2[0].shape[0]
-    parts = [torch.bmm(x[a:b].expand(shards, -1, -1), ffn.w13[e]) for e, a, b in spans]
+    parts = [products.bmm(x[a:b].expand(shards, -1, -1), ffn.w13[e]) for e, a, b in spans]
     h = torch.cat(parts, 1)
     inner = h.shape[2] // 2
     g = ops.swiglu(h[..., :inner], h[..., inner:], shape.swiglu_limit)
@@ -84,7 +84,7 @@ def run(
     if quantise:
         flat = g.transpose(0, 1).reshape(size, -1)
         g = ops.round_e4m3(flat, 128).view(size, shards, inner).transpose(0, 1)
-    y = torch.cat([torch.bmm(g[:, a:b], ffn.w2[e]) for e, a, b in spans], 1)
+    y = torch.cat([products.bmm(g[:, a:b], ffn.w2[e]) for e, a, b in spans], 1)
 
     picked = y.index_select(1, torch.from_numpy(where.reshape(-1)))
     picked = picked.view(shards, rows, -1, hidden)

@@ -1,10 +1,10 @@
 """The small functions of the model in plain torch, float32. Nothing about layers or memory.
 
 Row invariance. The bits of a row must not depend on the rows around it (docs/architecture.md,
-exactness). What makes it so here, checked by ``invariance.py`` at load and by the tests:
+exactness). What makes it so:
 
-* the number of rows of every product is a multiple of 4 (below 4 rows BLAS takes another kernel),
-  and every product has at least 16 columns;
+* ``products.py``: the number of rows of every product is a multiple of 4 (below 4 rows BLAS takes
+  another kernel), and every product has at least 16 columns;
 * elementwise functions see a multiple of 16 elements, so none falls into a vector loop's tail;
 * a sum always runs over the same columns in the same places: keys sit at columns that depend on
   their position alone, masked columns add exact zeros, tiles are added in order;
@@ -17,7 +17,6 @@ import math
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from decant.engine.model_shape import ModelShape
@@ -88,30 +87,23 @@ def sinkhorn(logits: Tensor, iters: int, eps: float) -> Tensor:
     """[n, 4, 4] logits -> almost doubly stochastic matrices: row softmax, then columns, rows, ...,
     columns (model-spec.md, section 2, step 5). n is a multiple of 4.
 
-    The 39 normalisations run in numpy with preallocated arrays [4, 4, n]: each is five ufunc calls
-    of sums, and IEEE sums and quotients need no care about vector tails."""
+    The 39 normalisations run in numpy on a preallocated [5, 5, n] whose fifth row and column hold
+    eps, so that a sum over five is the sum plus eps: two ufunc calls each, on IEEE sums and
+    quotients, which need no care about vector tails."""
     e = (logits - logits.amax(-1, keepdim=True)).exp_()
-    m: NDArray[np.float32] = np.ascontiguousarray(e.numpy().transpose(1, 2, 0))
-    row, column = [m[:, k] for k in range(4)], [m[j] for j in range(4)]
-    total = np.empty((4, m.shape[2]), np.float32)
-    by_row = total[:, None]
-    small, add, divide = np.float32(eps), np.add, np.divide
-
-    def sum4(p: list[NDArray[np.float32]]) -> None:
-        add(p[0], p[1], total)
-        add(total, p[2], total)
-        add(total, p[3], total)
-
-    sum4(row)
+    bordered = np.full((5, 5, len(logits)), eps, np.float32)
+    m, rows, columns = bordered[:4, :4], bordered[:4], bordered[:, :4]
+    m[:] = e.numpy().transpose(1, 2, 0)
+    total = np.empty((4, len(logits)), np.float32)
+    by_row, divide = total[:, None], np.divide
+    np.add.reduce(m, 1, out=total)
     divide(m, by_row, m)
-    add(m, small, m)
+    np.add(m, np.float32(eps), m)
     for i in range(iters):
         if i:
-            sum4(row)
-            add(total, small, total)
+            np.add.reduce(rows, 1, out=total)
             divide(m, by_row, m)
-        sum4(column)
-        add(total, small, total)
+        np.add.reduce(columns, 0, out=total)
         divide(m, total, m)
     return torch.from_numpy(np.ascontiguousarray(m.transpose(2, 0, 1)))
 
