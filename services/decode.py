@@ -413,8 +413,9 @@ async def serve(
 async def main(config: Config, instance: str) -> None:
     """The decode process."""
     from decant.engine.load import load_engine
+    from decant.services.grammar import Masks
 
-    await serve(config, instance, lambda: load_engine(config, "decode"))
+    await serve(config, instance, lambda: load_engine(config, "decode"), Masks.load(config))
 
 
 if __name__ == "__main__":

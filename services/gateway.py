@@ -33,6 +33,7 @@ from decant.services.api import (
     tokenize,
 )
 from decant.services.api.access import Keys
+from decant.services.api.checker import Checker
 from decant.services.api.context import (
     ERROR,
     GENERATIONS,
@@ -70,7 +71,8 @@ class Gateway:
         self._client = client
         self._model = model_folder.read(config)
         self._metrics = GatewayMetrics(self.registry)
-        self._backend = Backend(config.gateway, self._model, client, self._metrics)
+        self.checker = Checker(self._model.tokenizer_path, self._model.vocab_size)
+        self._backend = Backend(config.gateway, self._model, client, self._metrics, self.checker)
         self._keys = Keys(config.gateway)
         Gauge("decant_ready", "Admission is open", registry=self.registry).set_function(
             lambda: client.is_ready
@@ -421,6 +423,7 @@ async def main(config: Config, instance: str) -> None:
                 task.cancel()
     finally:
         await runner.cleanup()
+        await gateway.checker.close()
 
 
 if __name__ == "__main__":

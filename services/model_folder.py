@@ -22,6 +22,7 @@ class ModelFolder:
     max_context: int  # tokens, prompt and output together
     eos_id: int
     created: int  # seconds since 1970: when the folder was written
+    added_ids: dict[str, int]  # control tokens by text
 
     @property
     def tokenizer_path(self) -> Path:
@@ -38,6 +39,9 @@ def read(config: Config) -> ModelFolder:
         vocab_size = int(data["vocab_size"])
         longest = int(data.get("max_position_embeddings") or config.model.max_context)
         eos = data.get("eos_token_id", 1)
+        file = path / "tokenizer.json"
+        added = json.loads(file.read_text(encoding="utf-8"))["added_tokens"]
+        added_ids = {str(token["content"]): int(token["id"]) for token in added}
     except OSError as error:
         raise ConfigError(f"{path} is no model folder: {file.name}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -50,4 +54,5 @@ def read(config: Config) -> ModelFolder:
         max_context=min(config.model.max_context, longest),
         eos_id=int(eos[0] if isinstance(eos, list) else eos),
         created=created,
+        added_ids=added_ids,
     )

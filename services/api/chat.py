@@ -10,7 +10,7 @@ from typing import Any
 
 from decant.protocol.config import GatewayConfig
 from decant.protocol.messages import Output, TextDelta, ToolDelta
-from decant.services.api import logprobs, models, sse
+from decant.services.api import grammars, logprobs, models, sse
 from decant.services.api.conversation import (
     Conversation,
     read_conversation,
@@ -44,7 +44,8 @@ KNOWN = (
     "tools", "tool_choice", "parallel_tool_calls", "response_format", "reasoning_effort",
     "thinking", "enable_thinking", "chat_template_kwargs", "reasoning", "task", "user_id",
     "cache_salt", "prompt_cache_key", "priority", "continue_final_message", "modalities", "regex",
-    "ebnf", "structural_tag", "include_reasoning", "audio", *IGNORED,
+    "ebnf", "structural_tag", "guided_regex", "guided_grammar", "include_reasoning", "audio",
+    *IGNORED,
 )  # fmt: skip
 
 
@@ -116,6 +117,8 @@ def parse(data: Any, backend: Backend, tenant: str = "") -> Request:
     kind, schema = read_response_format(fields)
     if kind != "text":
         conversation.response_format = schema if schema is not None else {"type": kind}
+    is_parallel = fields.boolean("parallel_tool_calls", True)
+    found = grammars.for_chat(fields, conversation, is_parallel, backend.model.added_ids)
     functions = [t["function"] for t in conversation.tools]
     output = Output(
         thinking=conversation.starts_thinking,
@@ -134,6 +137,7 @@ def parse(data: Any, backend: Backend, tenant: str = "") -> Request:
         output=output,
         sampling=sampling,
         default_max_tokens=config.default_max_tokens,
+        grammars=found,
         tenant=tenant,
         cache_salt=read_salt(fields),
         priority=fields.integer("priority", 0, -100, 100),
@@ -145,7 +149,7 @@ def parse(data: Any, backend: Backend, tenant: str = "") -> Request:
         is_streamed=is_streamed,
         includes_usage=includes_usage,
         usage_in_every_chunk=continuous,
-        is_parallel=fields.boolean("parallel_tool_calls", True),
+        is_parallel=is_parallel,
         has_logprobs=has_logprobs,
         shows_reasoning=fields.boolean("include_reasoning", True),
     )

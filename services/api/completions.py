@@ -12,7 +12,7 @@ from typing import Any
 
 from decant.protocol.errors import InvalidRequest
 from decant.protocol.messages import Output, TextDelta
-from decant.services.api import logprobs, models, sse
+from decant.services.api import grammars, logprobs, models, sse
 from decant.services.api.chat import IGNORED, check_fields, limits_of, read_salt
 from decant.services.api.chat import read_stream_options as read_stream
 from decant.services.api.errors import unsupported
@@ -36,7 +36,7 @@ KNOWN = (
     "stop_token_ids", "ignore_eos", "min_tokens", "skip_special_tokens",
     "include_stop_str_in_output", "n", "best_of", "stream", "stream_options", "logprobs", "echo",
     "user_id", "cache_salt", "prompt_cache_key", "priority", "regex", "ebnf", "response_format",
-    "structural_tag", *IGNORED,
+    "structural_tag", "guided_regex", "guided_grammar", *IGNORED,
 )  # fmt: skip
 
 
@@ -92,6 +92,7 @@ def parse(data: Any, backend: Backend, tenant: str = "") -> Request:
         num_choices=num_choices,
         logprobs=top >= 0,
     )
+    found = grammars.for_completion(fields)
     salt, priority = read_salt(fields), fields.integer("priority", 0, -100, 100)
     jobs = []
     # max_tokens 0 with echo asks for the prompt alone: nothing is generated.
@@ -108,6 +109,7 @@ def parse(data: Any, backend: Backend, tenant: str = "") -> Request:
                 output=output,
                 sampling=sampling,
                 default_max_tokens=DEFAULT_MAX_TOKENS,
+                grammars=found,
                 tenant=tenant,
                 cache_salt=salt,
                 priority=priority,

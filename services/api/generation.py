@@ -14,7 +14,7 @@ from types import TracebackType
 import msgspec
 
 from decant.protocol.config import GatewayConfig
-from decant.protocol.errors import ContextTooLong, EngineError
+from decant.protocol.errors import ContextTooLong, EngineError, InvalidRequest
 from decant.protocol.messages import (
     Closed,
     Failed,
@@ -26,6 +26,7 @@ from decant.protocol.messages import (
     ToolDelta,
 )
 from decant.services.api import errors
+from decant.services.api.checker import Checker
 from decant.services.api.usage import Usage
 from decant.services.model_folder import ModelFolder
 from decant.services.requests import Delta, RequestClient, Stream, new_request_id
@@ -40,6 +41,7 @@ class Backend:
     model: ModelFolder
     client: RequestClient
     metrics: GatewayMetrics
+    checker: Checker
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class Job:
     output: Output
     sampling: Sampling  # max_tokens 0: the rest of the context, up to ``default_max_tokens``
     default_max_tokens: int
-    grammar: Grammar | None = None
+    grammars: tuple[Grammar, ...] = ()  # candidates, the first usable one is taken
     tenant: str = ""
     cache_salt: str = ""
     priority: int = 0
@@ -106,6 +108,7 @@ class Generation:
     async def start(self) -> None:
         """Encode and submit. Raises: what the tokenizer or admission says, ContextTooLong."""
         client, job = self._backend.client, self._job
+        grammar = await self._grammar()
         prompt = await client.encode(self.request_id, job.kind, job.prompt, job.output)
         try:
             self.prompt_ids = prompt.ids
@@ -120,7 +123,7 @@ class Generation:
                 prompt,
                 sampling,
                 deadline_ms=time.monotonic_ns() // 1_000_000 + timeout_ms,
-                grammar=job.grammar,
+                grammar=grammar,
                 tenant=job.tenant,
                 cache_salt=job.cache_salt,
                 priority=job.priority,
@@ -128,6 +131,18 @@ class Generation:
         except BaseException:
             client.discard(prompt)
             raise
+
+    async def _grammar(self) -> Grammar | None:
+        """The first usable candidate. Raises: InvalidRequest if none is."""
+        for i, grammar in enumerate(self._job.grammars):
+            try:
+                await self._backend.checker.check(grammar)
+            except InvalidRequest:
+                if i + 1 == len(self._job.grammars):
+                    raise
+            else:
+                return grammar
+        return None
 
     def _bounded(self, num_prompt: int) -> Sampling:
         """The sampling with a maximum that fits the context."""
