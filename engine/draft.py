@@ -15,7 +15,6 @@ from torch import Tensor
 from decant.engine.cpu_engine import PeerPools
 from decant.engine.interface import DraftSlot, SlotRows
 from decant.engine.kv_layout import KVLayout
-from decant.engine.noise import gumbel
 from decant.engine.pool import Pool
 from decant.engine.reference.model import Model
 from decant.engine.reference.rows import RowPlanner
@@ -35,7 +34,7 @@ class CpuDraftEngine:
         self.kv_layout_hash = layout.hash
         self._peers = PeerPools(layout, rank)
         self._planner = RowPlanner(layout, len(model.mtp.layer.attn.sink), mtp=True)
-        self._sampler = Sampler(model.shape.vocab_size, model.shape.eos_token_id, gumbel)
+        self._sampler = Sampler(model.shape.vocab_size, model.shape.eos_token_id)
 
     def attach(self, peer: str, pools: Sequence[PoolHandle]) -> None:
         self._peers.attach(peer, pools)

@@ -21,13 +21,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from decant.engine.interface import F32, I32
+from decant.engine.noise import gumbel_rows
 from decant.protocol.messages import Sampling, TokenLogprob
 
-Noise = Callable[[int, int, int, int], F32]  # (seed, choice, position, n) -> [n]
+Noise = Callable[[Sequence[tuple[int, int, int]], int], F32]  # (seed, choice, position), n
 Bools = NDArray[np.bool_]
 
 GREEDY_BELOW = 1e-5  # temperatures below this count as 0
-EASY_TRIES = 4  # perturbed maxima tried before a border is computed by sorting
+EASY_TRIES = 4  # perturbed maxima tried before a nucleus is computed by sorting
 
 
 class History:
@@ -77,7 +78,7 @@ class Draw:
 class Sampler:
     """Draws one token per row of logits."""
 
-    def __init__(self, vocab_size: int, eos_token_id: int, noise: Noise) -> None:
+    def __init__(self, vocab_size: int, eos_token_id: int, noise: Noise = gumbel_rows) -> None:
         self.vocab_size = vocab_size
         self.eos_token_id = eos_token_id
         self._noise = noise
@@ -138,29 +139,29 @@ class Sampler:
         """Draws for rows with a temperature. x: [num, vocab_size], processed; overwritten."""
         num = len(rows)
         x /= np.array([[row.sampling.temperature] for row in rows], np.float32)
-        perturbed = np.empty_like(x)
-        for i, row in enumerate(rows):
-            perturbed[i] = self._noise(row.sampling.seed, row.choice, row.position, self.vocab_size)
+        keys = [(row.sampling.seed, row.choice, row.position) for row in rows]
+        perturbed = self._noise(keys, self.vocab_size)
         perturbed += x
+        _mask_outside(perturbed, x, [row.sampling for row in rows])
         tokens: NDArray[np.int64] = perturbed.argmax(axis=1)
-        todo = np.array([i for i in range(num) if _is_truncated(rows[i].sampling)], np.int64)
+        todo = np.array([i for i in range(num) if rows[i].sampling.top_p < 1], np.int64)
         if not len(todo):
             return tokens
-        # The draw within a truncated set is the greatest perturbed value of its members. Whether a
-        # token is a member takes one pass over the row, sorting takes many: so ask the greatest
+        # The draw within a nucleus is the greatest perturbed value of its members. Whether a token
+        # is a member takes one pass over the row, the whole set takes sorting: so ask the greatest
         # values one after the other first.
-        border = _Borders(x[todo], [rows[i].sampling for i in todo])
+        nucleus = _Nucleus(x[todo], [rows[int(i)].sampling for i in todo])
         for _ in range(EASY_TRIES):
-            is_member = border.contains(tokens[todo])
-            border.keep(~is_member)
+            is_member = nucleus.contains(tokens[todo])
+            nucleus.keep(~is_member)
             todo = todo[~is_member]
             if not len(todo):
                 return tokens
             perturbed[todo, tokens[todo]] = -np.inf
             tokens[todo] = perturbed[todo].argmax(axis=1)
         for j, i in enumerate(todo):
-            allowed = border.members(j)
-            tokens[i] = allowed[perturbed[i, allowed].argmax()]
+            members = nucleus.members(j)
+            tokens[i] = members[perturbed[i, members].argmax()]
         return tokens
 
     def _logprob(self, raw: F32, token: int, num_top: int) -> TokenLogprob | None:
@@ -178,54 +179,47 @@ class Sampler:
         return TokenLogprob(token, float(x[token]), top, [float(x[i]) for i in top])
 
 
-def _is_truncated(s: Sampling) -> bool:
-    return s.top_k > 0 or s.top_p < 1 or s.min_p > 0
+def _mask_outside(perturbed: F32, x: F32, samplings: Sequence[Sampling]) -> None:
+    """-inf where a token is outside its row's top-k or min-p set. Ties stay in."""
+    for i, s in enumerate(samplings):
+        border = -np.inf
+        if 0 < s.top_k < x.shape[1]:
+            border = np.partition(x[i], -s.top_k)[-s.top_k]  # the k-th greatest
+        if s.min_p > 0:
+            border = max(border, x[i].max() + np.float32(np.log(s.min_p)))
+        if border > -np.inf:
+            perturbed[i, x[i] < border] = -np.inf
 
 
-class _Borders:
-    """Membership in the top-k / top-p / min-p sets of some rows."""
+class _Nucleus:
+    """Membership in the top-p sets (within top-k) of some rows."""
 
     def __init__(self, x: F32, samplings: Sequence[Sampling]) -> None:
         """x: [num, vocab_size], logits over temperature."""
-        vocab_size = x.shape[1]
         self.x = x
         self.weights = np.exp(x - x.max(axis=1, keepdims=True))  # probabilities times a constant
-        self.top_k = np.array([s.top_k if s.top_k > 0 else vocab_size for s in samplings])
-        self.top_p = np.array([s.top_p for s in samplings])
-        self.min_p = np.array([s.min_p for s in samplings])
+        for i, s in enumerate(samplings):
+            if 0 < s.top_k < x.shape[1]:
+                border = np.partition(x[i], -s.top_k)[-s.top_k]
+                self.weights[i, x[i] < border] = 0
         # NOTE: no dtype= in these sums: a cast is buffered, and the cuts depend on the batch.
-        self.total = self.weights.sum(axis=1)
-        for i in np.flatnonzero((self.top_k < vocab_size) & (self.top_p < 1)):
-            border = np.partition(x[i], -self.top_k[i])[-self.top_k[i]]  # the k-th greatest
-            self.total[i] = self.weights[i][x[i] >= border].sum()
+        self.limit = self.weights.sum(axis=1) * np.array([s.top_p for s in samplings])
 
     def keep(self, which: Bools) -> None:
         """Forget the other rows."""
-        for name in ("x", "weights", "top_k", "top_p", "min_p", "total"):
-            setattr(self, name, getattr(self, name)[which])
+        self.x, self.weights, self.limit = self.x[which], self.weights[which], self.limit[which]
 
     def contains(self, tokens: NDArray[np.int64]) -> Bools:
-        """Whether tokens[i] is in row i's set: few enough, and little enough mass, above it."""
-        at = np.arange(len(tokens))
-        is_above = self.x > self.x[at, tokens][:, None]
+        """Whether tokens[i] is in row i's set: the mass above it is less than top-p."""
+        is_above = self.x > self.x[np.arange(len(tokens)), tokens][:, None]
         mass = np.where(is_above, self.weights, np.float32(0)).sum(axis=1)
-        result: Bools = (
-            (is_above.sum(axis=1) < self.top_k)
-            # NOTE: top_p < 1 is asked apart: rounding must not cut the tail of a full row
-            & ((self.top_p >= 1) | (mass < self.top_p * self.total))
-            & (self.weights[at, tokens] >= self.min_p)
-        )
+        result: Bools = mass < self.limit
         return result
 
     def members(self, row: int) -> NDArray[np.int64]:
-        """Token ids of a row's set."""
+        """Token ids of a row's set, ascending."""
         x, weights = self.x[row], self.weights[row]
         order = np.argsort(-x, kind="stable")
-        # the number of values strictly above each, and their mass
-        first = np.searchsorted(-x[order], -x[order], side="left")
+        first = np.searchsorted(-x[order], -x[order], side="left")  # values strictly above each
         mass = np.concatenate([[0.0], np.cumsum(weights[order], dtype=np.float64)])[first]
-        is_in = first < self.top_k[row]
-        if self.top_p[row] < 1:
-            is_in &= mass < self.top_p[row] * self.total[row]
-        is_in &= weights[order] >= self.min_p[row]
-        return np.sort(order[is_in])
+        return np.sort(order[mass < self.limit[row]])

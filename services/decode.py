@@ -22,7 +22,6 @@ from decant.engine.decode_scheduler import DecodeScheduler
 from decant.engine.execute import execute_decode
 from decant.engine.handoff import Pull
 from decant.engine.interface import Engine
-from decant.engine.noise import gumbel
 from decant.engine.sampler import Sampler
 from decant.protocol.config import Config
 from decant.protocol.errors import HandoffError, ProtocolError
@@ -97,7 +96,7 @@ class DecodeService:
             ),
             DepthController(num_drafts, config.draft.adaptive),
         )
-        self.sampler = Sampler(engine.vocab_size, engine.eos_token_id, gumbel)
+        self.sampler = Sampler(engine.vocab_size, engine.eos_token_id)
         self.num_steps = 0
         self.is_busy = False
         self._mask = mask

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decant.engine.interface import F32
-from decant.engine.noise import gumbel
+from decant.engine.noise import gumbel, gumbel_rows, philox
 from decant.engine.sampler import History, Row, Sampler
 from decant.protocol.messages import Sampling
 
@@ -19,7 +19,7 @@ VOCAB, EOS = 64, 1
 
 
 def sampler(vocab: int = VOCAB) -> Sampler:
-    return Sampler(vocab, EOS, gumbel)
+    return Sampler(vocab, EOS)
 
 
 def some_logits(num: int, seed: int = 0, vocab: int = VOCAB) -> F32:
@@ -80,6 +80,26 @@ def test_follows_the_softmax(s: Sampling) -> None:
     p = truncated(s, logits[0])
     assert counts[p == 0].sum() == 0
     assert abs(chi_square(counts, p)) < 4
+
+
+def test_noise_rows_are_independent_and_gumbel() -> None:
+    keys = [(7, 0, 5), (-3, 2, 2**32 - 1), (2**63 - 1, 1, 0)]
+    for n in (1, 5, 64, 2304):
+        rows = gumbel_rows(keys, n)
+        assert rows.shape == (3, n)
+        for row, key in zip(rows, keys, strict=True):
+            assert (row == gumbel(*key, n)).all()
+            assert (gumbel(*key, 2304)[:n] == row).all()
+    noise = np.sort(gumbel_rows([(1, 0, p) for p in range(200)], 500).reshape(-1))
+    expected = np.exp(-np.exp(-noise.astype(np.float64)))  # the distribution function
+    assert np.abs(expected - (np.arange(len(noise)) + 0.5) / len(noise)).max() < 0.007
+
+
+def test_known_answer_of_the_generator() -> None:
+    """Philox4x32-10 of Random123's published vectors: counter and key all zero, all ones."""
+    zero = np.zeros((1, 1), np.uint64)
+    block = philox(zero, zero, zero, 1)[0, 0].tolist()
+    assert block == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
 
 
 def test_a_wrong_distribution_is_found() -> None:
@@ -217,7 +237,7 @@ def test_logprobs_are_the_models() -> None:
 
 def test_cost_is_bounded() -> None:
     """Generous: catches a sort a token or a Python loop over the vocabulary, nothing finer."""
-    big = Sampler(129_280, EOS, lambda seed, choice, position, n: np.zeros(n, np.float32))
+    big = Sampler(129_280, EOS, lambda keys, n: np.zeros((len(keys), n), np.float32))
     logits = some_logits(8, vocab=129_280) * np.float32(0.01)  # flat: the hard case for top-k
     rows = [Row(Sampling(top_k=2, top_p=0.9), 0, 1, 1)] * 8
     began = time.perf_counter()

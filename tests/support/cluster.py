@@ -25,7 +25,6 @@ from decant.engine.decode_scheduler import DecodeScheduler
 from decant.engine.execute import execute_decode, execute_prefill
 from decant.engine.handoff import Pull
 from decant.engine.interface import DraftSlot
-from decant.engine.noise import gumbel
 from decant.engine.prefill_scheduler import PrefillLimits, PrefillPlan, PrefillScheduler, ToRouter
 from decant.engine.sampler import Sampler
 from decant.protocol.errors import HandoffError
@@ -119,7 +118,7 @@ class Cluster:
         self.decode.has_draft = True
         self.prefill.peers({"d1"})
         self.decode.peers({"prefill-0": "p1"})
-        self.sampler = Sampler(VOCAB, EOS, gumbel)
+        self.sampler = Sampler(VOCAB, EOS)
         self.jobs: dict[str, Job] = {}
         self.log: list[str] = []
         self.links: dict[str, deque[Callable[[], None]]] = {

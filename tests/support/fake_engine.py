@@ -19,7 +19,6 @@ from functools import lru_cache
 import numpy as np
 
 from decant.engine.interface import F32, DraftSlot, StepPlan, StepResult
-from decant.engine.noise import gumbel
 from decant.engine.sampler import History, Row, Sampler
 from decant.protocol.errors import HandoffError, KVPageError
 from decant.protocol.messages import PoolHandle, Sampling
@@ -246,7 +245,7 @@ class FakeDraft:
     def __init__(self, wrong_of_16: int = 4, delay_s: float = 0.0) -> None:
         self.wrong_of_16 = wrong_of_16
         self.delay_s = delay_s
-        self._sampler = Sampler(VOCAB, EOS, gumbel)
+        self._sampler = Sampler(VOCAB, EOS)
         self._pools: dict[str, Pool] = {}
 
     def attach(self, peer: str, pools: Sequence[PoolHandle]) -> None:
@@ -293,7 +292,7 @@ def reference_tokens(
     prompt: Sequence[int], sampling: Sampling, choice: int = 0, known: Sequence[int] = ()
 ) -> list[int]:
     """What a choice must be, computed without any of the machinery under test but the sampler."""
-    sampler = Sampler(VOCAB, EOS, gumbel)
+    sampler = Sampler(VOCAB, EOS)
     ids, state, total = list(prompt) + list(known), 0, 0
     for position, token in enumerate(ids):
         state, total = mix(state, token), (total + token * weight(position)) & MASK
