@@ -18,7 +18,7 @@ CACHED_BLOCKS = 6144
 _LOW, _SHIFT = np.uint64(0xFFFFFFFF), np.uint64(32)
 
 
-def philox(
+def philox_rows(
     seeds: NDArray[np.uint64], choices: NDArray[np.uint64], positions: NDArray[np.uint64], num: int
 ) -> NDArray[np.uint64]:
     """[rows, num, 4] 32-bit numbers: blocks 0 .. num - 1 of each row's key and counter.
@@ -44,6 +44,12 @@ def philox(
     return np.stack([c0, c1, c2, c3], axis=2)
 
 
+def philox(seed: int, choice: int, position: int, num: int) -> NDArray[np.uint32]:
+    """[num, 4]: one row of ``philox_rows``."""
+    key = [np.array([[v & (2**64 - 1)]], np.uint64) for v in (seed, choice, position)]
+    return philox_rows(key[0], key[1], key[2], num)[0].astype(np.uint32)
+
+
 def gumbel_rows(keys: Sequence[tuple[int, int, int]], n: int) -> NDArray[np.float32]:
     """[len(keys), n] float32 standard Gumbel noise, -log(-log(u)), u in (0, 1) with 24 bits.
 
@@ -58,7 +64,7 @@ def gumbel_rows(keys: Sequence[tuple[int, int, int]], n: int) -> NDArray[np.floa
     seeds = np.array([[key[0] & (2**64 - 1)] for key in keys], np.uint64)
     choices = np.array([[key[1] & 0xFFFFFFFF] for key in keys], np.uint64)
     positions = np.array([[key[2] & 0xFFFFFFFF] for key in keys], np.uint64)
-    bits = philox(seeds, choices, positions, num).reshape(len(keys), -1)
+    bits = philox_rows(seeds, choices, positions, num).reshape(len(keys), -1)
     bits >>= np.uint64(8)
     uniform = bits.astype(np.float64)
     uniform += 0.5
