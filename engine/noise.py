@@ -47,7 +47,8 @@ def philox_rows(
 def philox(seed: int, choice: int, position: int, num: int) -> NDArray[np.uint32]:
     """[num, 4]: one row of ``philox_rows``."""
     key = [np.array([[v & (2**64 - 1)]], np.uint64) for v in (seed, choice, position)]
-    return philox_rows(key[0], key[1], key[2], num)[0].astype(np.uint32)
+    row: NDArray[np.uint32] = philox_rows(key[0], key[1], key[2], num)[0].astype(np.uint32)
+    return row
 
 
 def gumbel_rows(keys: Sequence[tuple[int, int, int]], n: int) -> NDArray[np.float32]:
