@@ -62,7 +62,7 @@ def collect(config: Config) -> dict[str, Any]:
         "ready": {},
     }
     with suppress(ApiError, ValueError):
-        state = json.loads(unix_get(config.metrics_path("router-0"), "/state"))
+        state = json.loads(unix_get(config.metrics_path("router"), "/state"))
         result["requests"], result["pages"] = state.get("requests"), state.get("pages")
     try:
         status, body = api.call("GET", "/ready")

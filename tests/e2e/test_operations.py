@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from real_set import RealSet, decant
@@ -133,4 +132,4 @@ def test_down_after_the_supervisor_was_killed(start_set: Callable[..., RealSet])
     done = decant("down", "--run-dir", str(real.run_dir))
     assert done.returncode == 0, done.stderr
     assert not rundir.leftovers(real.config)
-    assert not Path(f"/proc/{supervisor}").exists()
+    assert not rundir.is_alive(supervisor)

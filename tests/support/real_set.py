@@ -82,7 +82,7 @@ class RealSet:
 
     def router(self, path: str) -> Any:
         """A JSON page of the router's Unix socket."""
-        return json.loads(unix_get(self.config.metrics_path("router-0"), path))
+        return json.loads(unix_get(self.config.metrics_path("router"), path))
 
     def state(self) -> dict[str, Any]:
         """The router's records and the pages of every pool."""
