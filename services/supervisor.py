@@ -13,6 +13,7 @@ import shlex
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -195,8 +196,15 @@ class SupervisorClient:
         self._call("signalProcess", name, signal)
 
     def shutdown(self) -> None:
-        """Ask supervisord to stop all programs and to end; returns at once."""
-        self._call("shutdown")
+        """Stop the gateways and wait until they have answered what they have; then stop all others
+        at once (supervisord alone would wait for one after the other) and ask it to end.
+        """
+        with suppress(Fault):  # it is shutting down already
+            for info in self.processes():
+                if info["name"].startswith("gateway"):
+                    self.stop(info["name"])
+            self._call("stopAllProcesses", False)
+            self._call("shutdown")
 
 
 def connect(run_dir: str | Path, timeout_s: float = 10.0) -> SupervisorClient:
