@@ -26,6 +26,7 @@ from decant.services.api.sampling import (
     read_sampling,
     read_stops,
 )
+from decant.services.api.usage import account
 from decant.services.api.validate import Fields
 from decant.services.chat.encoding import VERBATIM_SUFFIX
 
@@ -231,7 +232,8 @@ async def stream(request: Request, generation: Generation) -> AsyncIterator[byte
                 out += chunk(delta.choice, piece, **more)
         yield out
     if request.includes_usage:
-        yield sse.data({**frame, "choices": [], "usage": generation.usage.openai()})
+        more = account([generation.closed])
+        yield sse.data({**frame, "choices": [], "usage": generation.usage.openai(), **more})
     yield sse.DONE
 
 

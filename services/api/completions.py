@@ -23,7 +23,7 @@ from decant.services.api.sampling import (
     read_sampling,
     read_stops,
 )
-from decant.services.api.usage import Usage
+from decant.services.api.usage import Usage, account
 from decant.services.api.validate import Fields
 from decant.services.requests import new_request_id
 
@@ -269,7 +269,8 @@ class Run:
                     out += chunk(index, delta.content, delta)
             yield out
         if request.includes_usage:
-            yield sse.data({**frame, "choices": [], "usage": self.usage().openai()})
+            more = account(generation.closed for generation in self.generations)
+            yield sse.data({**frame, "choices": [], "usage": self.usage().openai(), **more})
         yield sse.DONE
 
 

@@ -125,7 +125,10 @@ class Backstage:
                 if job is not None:
                     job.cancel()
                 closed = m.Closed(
-                    body.request_id, body.attempt, num_cached_tokens=self.script.cached
+                    body.request_id,
+                    body.attempt,
+                    num_cached_tokens=self.script.cached,
+                    stages_ms={"queue": 1.5, "prefill": 20.0},
                 )
                 await self._router.send(identity, closed)
 

@@ -237,6 +237,7 @@ async def test_stream_shape(stage: Any, http: aiohttp.ClientSession) -> None:
     chunks = [json.loads(e[6:]) for e in found[:-1]]
     assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     assert chunks[-1]["choices"] == [] and chunks[-1]["usage"]["completion_tokens"] == 3
+    assert chunks[-1]["decant"]["stages_ms"] == {"queue": 1.5, "prefill": 20.0}
     finish = chunks[-2]["choices"][0]
     assert finish["delta"] == {} and finish["finish_reason"] == "stop"
     assert len({c["id"] for c in chunks}) == 1
