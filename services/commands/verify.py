@@ -19,15 +19,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    for folder in args.folders:
-        if not (Path(folder) / "expected.safetensors").is_file():
+    folders = [Path(f) for f in args.folders if not Path(f).is_file()]  # a glob finds READMEs too
+    if not folders:
+        raise ConfigError("none of these is a folder")
+    for folder in folders:
+        if not (folder / "expected.safetensors").is_file():
             raise ConfigError(f"there is no expected.safetensors in {folder}")
     from decant.engine.verify import report, verify_folder
 
     wrong = 0
-    for folder in args.folders:
-        checks = verify_folder(Path(folder))
-        print(report(Path(folder), checks), flush=True)
+    for folder in folders:
+        checks = verify_folder(folder)
+        print(report(folder, checks), flush=True)
         wrong += sum(not c.is_ok for c in checks)
     print("all within bounds" if not wrong else f"{wrong} quantities out of bounds")
     return FAILED if wrong else OK

@@ -178,8 +178,16 @@ def test_nan_scales_are_refused(tmp_path: Path) -> None:
         reader.get("layers.0.attn.wkv.weight")
 
 
-def test_model_hash_is_of_headers_and_config(tmp_path: Path) -> None:
+def test_model_hash(tmp_path: Path) -> None:
+    """Of config.json, headers and samples of the data: two trainings of one shape differ."""
     first = Checkpoint(GOLDEN / "trunk-fp32").model_hash
+
+    def train(tensors: dict[str, Tensor]) -> None:
+        for name, x in tensors.items():
+            if x.is_floating_point():
+                tensors[name] = x * 1.25
+
+    assert Checkpoint(edited(tmp_path, "trunk-fp32", train)).model_hash != first
     assert Checkpoint(GOLDEN / "kv-state").model_hash == first  # the same model, copied
     assert Checkpoint(GOLDEN / "trunk-topk").model_hash != first
 
