@@ -84,8 +84,8 @@ def samples(path: Path) -> bytes:
 class Checkpoint:
     """A folder in the published format whose headers have been checked.
 
-    Attributes: shape, entries (by name), model_hash (of config.json, all headers, and samples of the
-    data, so that two trainings of one shape differ).
+    Attributes: shape, entries (by name), model_hash (of config.json, all headers and samples of
+    the data, so that two trainings of one shape differ).
     Raises: CheckpointError naming the tensor."""
 
     def __init__(self, folder: str | Path) -> None:
