@@ -21,28 +21,43 @@ import os
 import secrets
 import time
 from array import array
-from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import structlog
 
 from decant.protocol import messages as m
 from decant.protocol.config import Config
-from decant.protocol.errors import DecantError, NotReady
+from decant.protocol.errors import NotReady
 from decant.protocol.wire import Envelope, Sender, pack_ids, unpack_ids
 from decant.services.link import RouterLink
-from decant.services.sockets import Dealer, Outbox
+from decant.services.sockets import Outbox
+from decant.services.streams import (
+    IDLE_S,
+    MAX_IDLE_S,
+    Delta,
+    Event,
+    Prompt,
+    RequestFailed,
+    Stream,
+)
+from decant.services.tokenizer_links import TokenizerLink, TokenizerLinks
+
+__all__ = [
+    "Delta",
+    "Event",
+    "Prompt",
+    "RequestClient",
+    "RequestFailed",
+    "Stream",
+    "new_request_id",
+]
 
 ENCODE_TIMEOUT_S = 30.0
 ROUTER_AWAY_S = 30.0  # after that, requests in flight fail
 SWEEP_S = 0.25
 RESEND_S = 1.0  # Generate without an answer, Cancel without Closed
 REOPEN_S = 0.5  # between two attempts to close a gap in a stream
-IDLE_S = 5.0  # without a delta: open the stream and submit again (a message may be lost) ...
-MAX_IDLE_S = 60.0  # ... and after twice that time, at most so much
 CLOSE_WAIT_S = 3.0  # for the accounts after the last token
-MAX_BUFFERED_IDS = 512  # then decode is told to park the request
 MAX_BUFFERED_HARD = 65536  # then the request is cancelled
 
 log = structlog.get_logger()
@@ -51,140 +66,6 @@ log = structlog.get_logger()
 def new_request_id() -> str:
     """32 hex digits, random."""
     return secrets.token_hex(16)
-
-
-class RequestFailed(DecantError):
-    """A tokenizer or the router said Failed. ``code``, ``status``, ``param``, ``retry_after_s``
-    (0: none) and ``is_retryable`` are those of the message.
-    """
-
-    def __init__(self, failed: m.Failed) -> None:
-        super().__init__(failed.message)
-        self.code, self.status, self.param = failed.code, failed.status, failed.param
-        self.retry_after_s, self.is_retryable = failed.retry_after_s, failed.is_retryable
-        self.failed = failed
-
-
-class Prompt(NamedTuple):
-    """An encoded prompt. Its output stream is open at a tokenizer, unless it was only counted."""
-
-    request_id: str
-    ids: array[int]
-    output: m.Output
-
-
-class Delta(NamedTuple):
-    """Text of some tokens of a choice, in order, without gap or repeat, with their ids."""
-
-    text: m.TextDelta
-    ids: array[int]
-
-
-Event = Delta | m.Failed | m.Closed
-
-
-class _Tokenizer:
-    """The connection to one incarnation of a tokenizer."""
-
-    def __init__(self, peer: m.Peer, socket: Dealer) -> None:
-        self.peer, self.socket = peer, socket
-        self.outbox = Outbox(socket.send)
-        self.tasks: list[asyncio.Task[None]] = []
-        self.num_streams = 0
-
-
-class Stream:
-    """Events of one request, and all that is needed to start it again.
-
-    ``ids[choice]`` are the tokens that have been applied (they may still wait in the buffer).
-    """
-
-    def __init__(self, client: RequestClient, prompt: Prompt, tokenizer: _Tokenizer | None) -> None:
-        self.request_id, self.prompt = prompt.request_id, prompt
-        self.attempt = 1
-        self.ids = [array("i") for _ in range(prompt.output.num_choices)]
-        self.is_finished = [False] * prompt.output.num_choices
-        self.generate: m.Generate | None = None  # as submitted; None while only encoded
-        self.num_resumes = 0
-        self.is_over = False  # no event will be added
-        self.tokenizer = tokenizer
-        self._client = client
-        self._events: deque[Event] = deque()
-        self._wake = asyncio.Event()
-        self.idle_s = IDLE_S
-        self._num_buffered = 0
-        self.is_parked = False
-        self.cancel_reason = ""
-        self.accepted: asyncio.Future[m.Failed | None] | None = None
-        self.sent_s = self.delta_s = self.reopened_s = self.finished_s = time.monotonic()
-
-    # ---- for the gateway
-
-    def __aiter__(self) -> Stream:
-        return self
-
-    async def __anext__(self) -> Event:
-        """The next event; after Failed or Closed the iteration ends. Waits as long as the request
-        lives (the router owns its deadline).
-        """
-        while not self._events:
-            if self.is_over:
-                raise StopAsyncIteration
-            self._wake.clear()
-            await self._wake.wait()
-        event = self._events.popleft()
-        if isinstance(event, Delta):
-            self._num_buffered -= max(1, len(event.ids))
-            if self.is_parked and self._num_buffered < MAX_BUFFERED_IDS // 4:
-                self._park(False)
-        return event
-
-    def cancel(self, reason: str = "client_gone") -> None:
-        """Stop the request wherever it is. Idempotent; never waits; no event follows."""
-        self._events.clear()
-        self._client._cancel(self, reason)
-
-    async def __aenter__(self) -> Stream:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self.cancel()
-
-    # ---- for the client
-
-    def choices(self) -> tuple[list[m.ChoiceState], bytes]:
-        """What the client has, as in Emitted, and the blob of ids."""
-        states = [
-            m.ChoiceState(i, len(ids), is_finished)
-            for i, (ids, is_finished) in enumerate(zip(self.ids, self.is_finished, strict=True))
-        ]
-        return states, b"".join(map(pack_ids, self.ids))
-
-    def put(self, event: Event) -> None:
-        if self.is_over:
-            return
-        self._events.append(event)
-        if isinstance(event, Delta):
-            self._num_buffered += max(1, len(event.ids))
-            if self._num_buffered > MAX_BUFFERED_IDS and not self.is_parked:
-                self._park(True)
-        else:
-            self.is_over = True
-        self._wake.set()
-
-    def end(self) -> None:
-        """No more events, not even a last one."""
-        self.is_over = True
-        self._wake.set()
-
-    @property
-    def num_buffered(self) -> int:
-        """Ids that wait to be read."""
-        return self._num_buffered
-
-    def _park(self, is_parked: bool) -> None:
-        self.is_parked = is_parked
-        self._client._post(m.StreamCredit(self.request_id, self.attempt, not is_parked))
 
 
 class RequestClient:
@@ -214,11 +95,9 @@ class RequestClient:
             self._on_router,
         )
         self._outbox = Outbox(self._link.send)
-        self._tokenizers: dict[str, _Tokenizer] = {}  # by incarnation
-        self._tokenizer_joined = asyncio.Event()
+        self._tokenizers = TokenizerLinks(sender, self._hello, self._heard, self._on_tokenizer_gone)
         self._streams: dict[str, Stream] = {}  # encoded or generating
         self._cancels: dict[str, tuple[int, str, float]] = {}  # request: attempt, reason, since
-        self._waiters: dict[str, asyncio.Future[Envelope]] = {}  # Encode and Detokenize
         self._lost_router_s = 0.0
         self.num_stale = 0  # deltas and answers of older attempts
         self.num_reopened = 0  # streams moved or reopened
@@ -261,8 +140,7 @@ class RequestClient:
                 tasks.create_task(self._outbox.run())
                 tasks.create_task(self._sweep())
         finally:
-            for tokenizer in list(self._tokenizers.values()):
-                self._drop_tokenizer(tokenizer)
+            self._tokenizers.close()
             for stream in self._streams.values():
                 stream.end()
             self._link.close()
@@ -283,13 +161,15 @@ class RequestClient:
         with ``generate`` or ``discard``.
         """
         encode = m.Encode(request_id, 1, kind, prompt, output, count_only)
-        envelope, tokenizer = await self._ask(request_id, encode, (), timeout_s)
+        envelope, tokenizer = await self._tokenizers.ask(request_id, encode, (), timeout_s)
+        if isinstance(envelope.body, m.Failed):
+            raise RequestFailed(envelope.body)
         ids = unpack_ids(envelope.blobs[0] if envelope.blobs else b"")
         result = Prompt(request_id, ids, output)
         if not count_only:
             self._streams[request_id] = stream = Stream(self, result, tokenizer)
             tokenizer.num_streams += 1
-            if tokenizer.peer.incarnation not in self._tokenizers:
+            if tokenizer not in self._tokenizers:
                 stream.tokenizer = None  # died meanwhile; the sweep opens it elsewhere
         return result
 
@@ -303,7 +183,9 @@ class RequestClient:
         """Text of ids, and its pieces. Raises: RequestFailed, NotReady."""
         request_id = new_request_id()
         body = m.Detokenize(request_id)
-        envelope, _ = await self._ask(request_id, body, (pack_ids(ids),), timeout_s)
+        envelope, _ = await self._tokenizers.ask(request_id, body, (pack_ids(ids),), timeout_s)
+        if isinstance(envelope.body, m.Failed):
+            raise RequestFailed(envelope.body)
         assert isinstance(envelope.body, m.Text)
         return envelope.body
 
@@ -396,12 +278,17 @@ class RequestClient:
             stream.tokenizer.outbox.post(m.CloseStream(stream.request_id))
             stream.tokenizer = None
 
-    def _cancel(self, stream: Stream, reason: str) -> None:
+    def cancel_stream(self, stream: Stream, reason: str) -> None:
+        """For ``Stream.cancel``."""
         if stream.request_id not in self._streams:
             return
         self._forget(stream)
         if stream.generate is not None:
             self._send_cancel(stream.request_id, stream.attempt, reason)
+
+    def credit_stream(self, stream: Stream, is_open: bool) -> None:
+        """For a stream whose reader is stuck, or reads again."""
+        self._post(m.StreamCredit(stream.request_id, stream.attempt, is_open))
 
     def _send_cancel(self, request_id: str, attempt: int, reason: str) -> None:
         """Cancel at the router, repeated until Closed."""
@@ -412,7 +299,7 @@ class RequestClient:
         if stream.accepted is not None and not stream.accepted.done():
             stream.accepted.set_result(failed)
         stream.put(failed)
-        self._cancel(stream, "admin")
+        self.cancel_stream(stream, "admin")
 
     def _close(self, stream: Stream, closed: m.Closed) -> None:
         self._cancels.pop(stream.request_id, None)
@@ -467,7 +354,7 @@ class RequestClient:
             self.num_stale += 1
             return
         if ask.attempt > stream.attempt:
-            stream.attempt = ask.attempt
+            stream.begin_attempt(ask.attempt)
             stream.num_resumes += 1
         self._accept(stream)
         # Without a tokenizer there is no answer; the router asks again.
@@ -491,57 +378,25 @@ class RequestClient:
             if not all(stream.is_finished):
                 if stream.accepted is None or stream.accepted.done():
                     stream.num_resumes += 1
-                stream.attempt += 1
+                stream.begin_attempt(stream.attempt + 1)
                 self._reopen(stream)
                 self._submit(stream)
         log.info("router", incarnation=incarnation, streams=len(self._streams))
 
-    async def _on_peers(self, peers: m.Peers) -> None:
-        live = {p.incarnation: p for p in peers.peers if p.service == "tokenizer" and p.endpoint}
-        for incarnation, tokenizer in list(self._tokenizers.items()):
-            if incarnation in live:
-                tokenizer.peer = live[incarnation]
-            else:
-                self._drop_tokenizer(tokenizer)
-        for incarnation, peer in live.items():
-            if incarnation not in self._tokenizers:
-                self._add_tokenizer(peer)
-        self._place()
-
     # ---- tokenizers
 
-    def _add_tokenizer(self, peer: m.Peer) -> None:
-        tokenizer = _Tokenizer(peer, Dealer(self._sender, peer.endpoint))
-        self._tokenizers[peer.incarnation] = tokenizer
-        tokenizer.outbox.post(self._hello)
-        tokenizer.tasks = [
-            asyncio.create_task(tokenizer.outbox.run()),
-            asyncio.create_task(self._read(tokenizer)),
-        ]
-        self._tokenizer_joined.set()
+    async def _on_peers(self, peers: m.Peers) -> None:
+        self._tokenizers.follow(peers)
+        self._place()
 
-    def _drop_tokenizer(self, tokenizer: _Tokenizer) -> None:
-        self._tokenizers.pop(tokenizer.peer.incarnation, None)
-        for task in tokenizer.tasks:
-            task.cancel()
-        tokenizer.socket.close()
-        if not self._tokenizers:
-            self._tokenizer_joined.clear()
+    def _on_tokenizer_gone(self, link: TokenizerLink) -> None:
         for stream in self._streams.values():
-            if stream.tokenizer is tokenizer:
+            if stream.tokenizer is link:
                 stream.tokenizer = None
-
-    def _pick(self) -> _Tokenizer | None:
-        """The tokenizer with the fewest streams; a draining one only if there is no other."""
-        return min(
-            self._tokenizers.values(),
-            key=lambda t: (t.peer.is_draining, t.num_streams),
-            default=None,
-        )
 
     def _place(self) -> None:
         """Give each stream without a tokenizer, or at a draining one, a new one."""
-        target = self._pick()
+        target = self._tokenizers.pick()
         if target is None:
             return
         for stream in list(self._streams.values()):
@@ -550,7 +405,7 @@ class RequestClient:
                 self._reopen(stream)
                 if stream.generate is not None:
                     self._tell(stream)
-                target = self._pick() or target
+                target = self._tokenizers.pick() or target
 
     def _reopen(self, stream: Stream) -> bool:
         """Open the stream with what the client has, where it is or at another tokenizer. False:
@@ -558,7 +413,7 @@ class RequestClient:
         """
         here, target = stream.tokenizer, stream.tokenizer
         if here is None or here.peer.is_draining:
-            target = self._pick()
+            target = self._tokenizers.pick()
         if target is None:
             return False
         if target is not here:
@@ -574,63 +429,21 @@ class RequestClient:
         self.num_reopened += 1
         return True
 
-    async def _ask(
-        self, request_id: str, body: m.Message, blobs: Sequence[bytes], timeout_s: float
-    ) -> tuple[Envelope, _Tokenizer]:
-        """Send to a tokenizer and wait for the answer; again elsewhere if it dies meanwhile."""
-        loop = asyncio.get_running_loop()
-        try:
-            async with asyncio.timeout(timeout_s):
-                while True:
-                    await self._tokenizer_joined.wait()
-                    tokenizer = self._pick()
-                    assert tokenizer is not None
-                    answer = self._waiters[request_id] = loop.create_future()
-                    if not tokenizer.outbox.post(body, blobs):
-                        raise NotReady("the tokenizer's queue is full")
-                    alive = tokenizer.tasks[1]
-                    await asyncio.wait({answer, alive}, return_when=asyncio.FIRST_COMPLETED)
-                    if answer.done():
-                        envelope = answer.result()
-                        if isinstance(envelope.body, m.Failed):
-                            raise RequestFailed(envelope.body)
-                        return envelope, tokenizer
-        except TimeoutError as error:
-            self._abandon(request_id)
-            raise NotReady(f"no tokenizer answered within {timeout_s:g} s") from error
-        except asyncio.CancelledError:
-            self._abandon(request_id)
-            raise
-        finally:
-            self._waiters.pop(request_id, None)
-
-    def _abandon(self, request_id: str) -> None:
-        for tokenizer in self._tokenizers.values():
-            tokenizer.outbox.post(m.CloseStream(request_id))
-
-    async def _read(self, tokenizer: _Tokenizer) -> None:
-        while True:
-            envelope = await tokenizer.socket.receive()
-            body = envelope.body
-            match body:
-                case m.TextDeltas():
-                    if envelope.header.incarnation == tokenizer.peer.incarnation:
-                        self._apply_all(tokenizer, body, envelope.blobs)
-                case m.Encoded() | m.Text() | m.Failed():
-                    waiter = self._waiters.get(body.request_id)
-                    if waiter is not None and not waiter.done():
-                        waiter.set_result(envelope)
-                    elif isinstance(body, m.Failed):
-                        stream = self._streams.get(body.request_id)
-                        if stream is not None and stream.tokenizer is tokenizer:
-                            self._fail(stream, body)
-                case _:
-                    log.debug("unexpected message", type=type(body).__name__)
+    def _heard(self, link: TokenizerLink, envelope: Envelope) -> None:
+        match envelope.body:
+            case m.TextDeltas():
+                self._apply_all(link, envelope.body, envelope.blobs)
+            case m.Failed():
+                stream = self._streams.get(envelope.body.request_id)
+                if stream is not None and stream.tokenizer is link:
+                    self._fail(stream, envelope.body)
+            case _:
+                log.debug("unexpected message", type=type(envelope.body).__name__)
 
     # ---- text
 
     def _apply_all(
-        self, tokenizer: _Tokenizer, deltas: m.TextDeltas, blobs: Sequence[bytes]
+        self, tokenizer: TokenizerLink, deltas: m.TextDeltas, blobs: Sequence[bytes]
     ) -> None:
         ids = unpack_ids(blobs[0] if blobs else b"")
         begin = 0
