@@ -1,6 +1,6 @@
 """The router's page on a Unix socket in the run directory: metrics, state, drain.
 
-``GET /metrics``, ``GET /state`` (JSON: ``Dispatcher.state``), ``POST /drain/INSTANCE`` and
+``GET /metrics``, ``GET /state`` (JSON: ``router_state.state``), ``POST /drain/INSTANCE`` and
 ``POST /undrain/INSTANCE``. Only the user who owns the run directory (mode 0700) reaches it.
 """
 
@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
+from decant.services.router_state import state
+
 if TYPE_CHECKING:
     from decant.services.dispatch import Dispatcher
     from decant.services.router_metrics import RouterMetrics
@@ -25,7 +27,7 @@ def application(dispatcher: Dispatcher, metrics: RouterMetrics) -> web.Applicati
         return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
 
     async def get_state(request: web.Request) -> web.Response:
-        return web.json_response(dispatcher.state())
+        return web.json_response(state(dispatcher))
 
     async def post_drain(request: web.Request) -> web.Response:
         return drain(request.match_info["instance"], True)

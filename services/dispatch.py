@@ -7,19 +7,18 @@ comes from ``clock``; so the whole router runs in a test without either.
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import structlog
 
 from decant.protocol import messages as m
 from decant.protocol.config import Config
 from decant.protocol.errors import InvalidRequest, NotReady, QueueFull
-from decant.protocol.wire import Envelope, pack_ids
+from decant.protocol.wire import Envelope
 from decant.services.admission import Admission, Key, Waiting
+from decant.services.canary import Canary
 from decant.services.decisions import (
     Count,
     Decision,
@@ -33,17 +32,14 @@ from decant.services.decisions import (
 )
 from decant.services.link import UNKNOWN
 from decant.services.membership import Fence, Health, Member, Membership
+from decant.services.placement import Placement
 from decant.services.records import Record
 
 NO_CHAIN_S = 30.0  # that long requests queue for a worker that is being started anew; then 503
 START_S = 10.0  # the same after our own start: the workers of our predecessor are about to join
-MAX_PREFILLING = 8  # lanes at one prefill; more wait here, where deadlines and fairness are kept
 SETTLE_S = 5.0  # at most, for the processes that our predecessor knew
 LOST_PREFILL_S = 5.0  # a lane that prefill should have, while it says that it is idle
 PEERS_AGAIN_S = 5.0
-CANARY_TIMEOUT_S = 15.0
-CANARY_RETRY_S = 1.0
-CANARY_IDS = tuple(range(16, 32))
 MAX_CLOSED = 4096  # requests remembered, so that a late copy of Generate starts nothing
 WORK = (m.Reserved, m.Refused, m.Prefilled, m.Decoding, m.Preempted, m.Finished, m.Lost)
 FULL = "the queue is full"
@@ -73,21 +69,17 @@ class Dispatcher:
         self.config, self.incarnation = config, incarnation
         self.membership = Membership(config.router, incarnation)
         self.admission = Admission(config.router)
+        self.placement = Placement(self.membership)
+        self.canary = Canary(config.router)
         self.records: dict[str, Record] = {}
         self.is_stopping = False
         self._send_to, self._fence, self._clock, self._count = send, fence, clock, count
         self._popped: dict[Key, Waiting] = {}  # placed, not reserved: where it stood in the queue
         self._closed: OrderedDict[str, int] = OrderedDict()  # request: attempt
-        self._full_until: dict[Ref, float] = {}
         self._awaited, self._settled_s = set(awaited or ()), clock() + SETTLE_S
         self._complete_s = clock() + START_S - NO_CHAIN_S  # when the chain was complete last
         self._told: tuple[int, bool, str] | None = None
         self._told_s = 0.0
-        self._proved_s = 0.0  # when a lane reached decoding last
-        self._canary = ""  # request id of the one under way
-        self._canary_tried_s = -1e9
-        self.canary_why = "no canary has run"  # "" = the last one passed
-        self.num_canary_failures = 0
 
     # ---- readiness
 
@@ -98,13 +90,9 @@ class Dispatcher:
         missing = self.membership.missing()
         if missing:
             return missing
-        if self.config.router.canary:
-            proven = all(
-                any(not x.is_on_probation for x in self.membership.usable(service))
-                for service in WORKERS
-            )
-            if not proven or self.num_canary_failures >= 2:
-                return f"the canary has not passed: {self.canary_why or 'it is running'}"
+        objection = self.canary.objection(self._workers())
+        if objection:
+            return objection
         if not self.admission.is_open:
             return FULL
         return ""
@@ -174,7 +162,7 @@ class Dispatcher:
             return
         log.info("process ended", who=member.instance, why=member.fenced_why, own=is_own_fault)
         ref = Ref(member.instance, incarnation)
-        self._full_until.pop(ref, None)
+        self.placement.freed(ref)
         for record in list(self.records.values()):
             if member.service in WORKERS:
                 self._do(record, record.worker_died(ref, is_own_fault, now), now)
@@ -230,7 +218,7 @@ class Dispatcher:
         request_id = getattr(body, "request_id", "")
         record = self.records.get(request_id)
         if isinstance(body, m.Finished | m.Preempted | m.Cancelled):
-            self._full_until.pop(ref, None)  # pages came free
+            self.placement.freed(ref)
         if record is not None:
             if isinstance(body, m.Refused):
                 self._refused(ref, body, now)
@@ -249,8 +237,7 @@ class Dispatcher:
             if member is not None:
                 self.membership.drain(member.instance, True)
         elif body.reason == "busy":
-            wait_s = 0.02 if ref not in self._full_until else 0.1
-            self._full_until[ref] = now + wait_s
+            self.placement.refused(ref, now)
 
     def _from_gateway(self, member: Member, envelope: Envelope, now: float) -> None:
         body = envelope.body
@@ -376,7 +363,7 @@ class Dispatcher:
                     for key in [k for k in self._popped if k.request_id == record.request_id]:
                         del self._popped[key]
                 case Proved(decode, prefill):
-                    self._proved_s = now
+                    self.canary.proved(now)
                     self.membership.proved(decode.incarnation)
                     self.membership.proved(prefill.incarnation)
                 case Count(what, labels):
@@ -409,8 +396,8 @@ class Dispatcher:
         self._closed[record.request_id] = record.attempt
         while len(self._closed) > MAX_CLOSED:
             self._closed.popitem(last=False)
-        if record.request_id == self._canary:
-            self._canary_done(record)
+        if record.request_id == self.canary.request_id:
+            self._count("canary", (self.canary.ended(record.failed),))
 
     def _reply(self, envelope: Envelope, body: m.Message) -> None:
         """Answer somebody who need not be a member."""
@@ -426,24 +413,7 @@ class Dispatcher:
         self._count("fenced", (fence.member.service,))
         self._fence(fence.member, fence.why)
 
-    # ---- placement
-
-    def loads(self) -> tuple[Counter[Ref], set[Ref]]:
-        """Choices at each decode, lanes at each prefill; and workers that one suspect has alone."""
-        load: Counter[Ref] = Counter()
-        alone: set[Ref] = set()
-        for record in self.records.values():
-            for lane in record.lanes.values():
-                if lane.decode is None or lane.prefill is None or lane.state is State.DONE:
-                    continue
-                load[lane.decode] += len(lane.choices)
-                if "decode" in record.alone_in:
-                    alone.add(lane.decode)
-                if lane.state <= State.PREFILLING:
-                    load[lane.prefill] += 1
-                    if "prefill" in record.alone_in:
-                        alone.add(lane.prefill)
-        return load, alone
+    # ---- placement and canary
 
     def pump(self) -> None:
         """Place what can be placed; call it often while something waits."""
@@ -452,86 +422,26 @@ class Dispatcher:
     def _pump(self, now: float) -> None:
         if not len(self.admission):
             return
-        load, alone = self.loads()
+        self.placement.count(self.records.values())
         while (waiting := self.admission.next(now)) is not None:
             record = self.records[waiting.key.request_id]
-            lane = record.lanes[waiting.key.lane]
-            own = record.suspect_in if record.is_suspect else set()
-            decode = self._choose("decode", len(lane.choices), load, alone, own, now)
-            prefill = self._choose("prefill", 1, load, alone, own, now)
-            if decode is None or prefill is None:
-                return
+            number = waiting.key.lane
+            chosen = self.placement.choose(record, record.lanes[number], now)
+            if chosen is None:
+                return  # nobody overtakes: a large request would wait for ever
             self._popped[waiting.key] = self.admission.pop(waiting.key, now)
-            load[decode] += len(lane.choices)
-            load[prefill] += 1
-            alone |= {w for w in (decode, prefill) if w.instance.rpartition("-")[0] in own}
-            out = record.place(waiting.key.lane, decode, prefill, now, frozenset(own))
-            self._do(record, out, now)
+            own = frozenset(record.suspect_in if record.is_suspect else ())
+            self._do(record, record.place(number, *chosen, now, own), now)
 
-    def _choose(
-        self,
-        service: str,
-        need: int,
-        load: Counter[Ref],
-        alone: set[Ref],
-        own: set[str],
-        now: float,
-    ) -> Ref | None:
-        """The least loaded worker that may take this now."""
-        best: Ref | None = None
-        for member in self.membership.usable(service):
-            ref = Ref(member.instance, member.incarnation)
-            limit = member.hello.limits.get("num_slots", 64)
-            if service == "prefill":
-                limit = min(limit, MAX_PREFILLING)
-            is_empty = load[ref] == 0
-            if (member.is_on_probation or service in own) and not is_empty:
-                continue  # half-open: one at a time
-            if ref in alone or self._full_until.get(ref, 0.0) > now:
-                continue
-            if load[ref] + need > limit and not is_empty:
-                continue
-            if best is None or load[ref] < load[best]:
-                best = ref
-        return best
-
-    # ---- canary
+    def _workers(self) -> list[list[Member]]:
+        return [self.membership.usable(service) for service in WORKERS]
 
     def _run_canary(self, now: float) -> None:
-        router = self.config.router
-        if not router.canary or self._canary or self.is_stopping:
-            return
-        workers = [self.membership.usable(service) for service in WORKERS]
-        if not all(workers):
-            return
-        fresh = any(all(x.is_on_probation for x in group) for group in workers)
-        pause_s = CANARY_RETRY_S if fresh or self.num_canary_failures else router.canary_s
-        is_quiet = now - self._proved_s > router.canary_s or not self._proved_s
-        if not (fresh or self.num_canary_failures or is_quiet):
-            return
-        if now - self._canary_tried_s < pause_s:
-            return
-        vocabulary = min(
-            (x.hello.limits.get("vocab_size", 1 << 30) for g in workers for x in g), default=0
-        )
-        ids = [i % max(1, vocabulary) for i in CANARY_IDS]
-        request_id = "canary-" + secrets.token_hex(8)
-        sampling = m.Sampling(temperature=0.0, max_tokens=2, ignore_eos=True)
-        deadline_ms = int((now + CANARY_TIMEOUT_S) * 1e3)
-        body = m.Generate(request_id, 1, len(ids), sampling, "", deadline_ms=deadline_ms)
-        self._canary, self._canary_tried_s = request_id, now
-        self._start(self._record(body, pack_ids(ids), b"", "", now), now)
-
-    def _canary_done(self, record: Record) -> None:
-        self._canary = ""
-        if record.failed is None:
-            self.canary_why, self.num_canary_failures = "", 0
-            self._count("canary", ("passed",))
-        else:
-            self.canary_why = record.failed.message
-            self.num_canary_failures += 1
-            self._count("canary", ("failed",))
-            log.warning("canary failed", why=self.canary_why, failures=self.num_canary_failures)
+        workers = self._workers()
+        generate = None if self.is_stopping else self.canary.due(workers, not self.records, now)
+        if generate is not None:
+            prompt = self.canary.blob(workers)
+            self._start(self._record(generate, prompt, b"", "", now), now)
 
     # ---- after every event
 
@@ -562,7 +472,11 @@ class Dispatcher:
         why = self.why_not_ready()
         return m.Peers(self.membership.peers(), not why, why, why == FULL)
 
-    # ---- for the administrator and the metrics
+    # ---- for the administrator and the metrics (see ``router_state.py``)
+
+    def now(self) -> float:
+        """The time by which everything here is judged."""
+        return self._clock()
 
     @property
     def num_requests(self) -> int:
@@ -572,51 +486,6 @@ class Dispatcher:
     def stages(self) -> Counter[str]:
         """Requests by state."""
         return Counter(r.stage.name.lower() for r in self.records.values())
-
-    def state(self) -> dict[str, Any]:
-        """What ``decant status`` shows."""
-        now = self._clock()
-        why = self.why_not_ready()
-        sums: Counter[str] = Counter()
-        processes = []
-        for x in sorted(self.membership.all(), key=lambda x: x.instance):
-            sums.update({k: v for k, v in x.beat.stats.items() if k.startswith("pages_")})
-            processes.append(
-                {
-                    "service": x.service,
-                    "instance": x.instance,
-                    "pid": x.hello.pid,
-                    "incarnation": x.incarnation,
-                    "build": x.hello.build,
-                    "health": x.health.value,
-                    "heartbeat_age_s": round(now - x.heard_s, 3),
-                    "uptime_s": round(now - x.joined_s, 3),
-                    "is_ready": x.beat.is_ready,
-                    "is_draining": x.is_draining,
-                    "is_on_probation": x.is_on_probation,
-                    "is_busy": x.beat.is_busy,
-                    "step": x.beat.step,
-                    "loop_lag_ms": x.beat.loop_lag_ms,
-                    "why": x.fenced_why or x.beat.why,
-                    "endpoint": x.hello.endpoint,
-                    "stats": x.beat.stats,
-                }
-            )
-        return {
-            "router": self.incarnation,
-            "is_ready": not why,
-            "why": why,
-            "processes": processes,
-            "refused": dict(self.membership.refusals),
-            "requests": dict(self.stages()),
-            "queued": len(self.admission),
-            "pages": dict(sums),
-            "canary": {
-                "is_ok": not self.canary_why,
-                "why": self.canary_why,
-                "failures": self.num_canary_failures,
-            },
-        }
 
 
 def _name(body: m.Message) -> str:

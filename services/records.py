@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 from decant.protocol import messages as m
 from decant.protocol.errors import ContextTooLong, DeadlineExceeded, QueueFull
+from decant.services.debts import Debts
 from decant.services.decisions import (
     Count,
     Decision,
@@ -32,7 +33,6 @@ from decant.services.decisions import (
     ToWorker,
 )
 
-REPEAT_S = 0.5  # between two Cancels to a debtor
 ASK_AGAIN_S = 1.0  # between two AskEmitted
 ASK_FOR_S = 40.0  # without an answer the gateway does not want it any more
 RESERVE_S = 10.0  # for Reserved or Refused
@@ -49,9 +49,6 @@ BACKOFF_S = (0.02, 1.0)  # after Refused(busy): first, longest
 ID_BYTES = 4
 
 
-# ---- the record ----------------------------------------------------------------------------------
-
-
 @dataclass
 class Lane:
     lane: int
@@ -62,15 +59,6 @@ class Lane:
     since_s: float = 0.0
     num_refusals: int = 0
     finished: set[int] = field(default_factory=set)
-
-
-@dataclass
-class _Debt:
-    """What one worker may hold. Gone when both are 0."""
-
-    held: int = 0  # newest attempt that was sent work and is wanted
-    called: int = 0  # newest attempt that was sent Cancel and has not been answered
-    sent_s: float = 0.0
 
 
 class Record:
@@ -114,7 +102,7 @@ class Record:
         self._doubted = (0, 0, 0.0)  # attempt, ids that the client had, when
         self._resume_at_s = 0.0
         self._decoding_s = 0.0  # since when all unfinished lanes decode; 0: they do not
-        self._debts: dict[Ref, _Debt] = {}
+        self._debts = Debts()
         self._is_closed_told = False
         self._is_cleared = False
         self._end_reason = ""
@@ -150,7 +138,7 @@ class Record:
 
     def debtors(self) -> list[Ref]:
         """Workers that may hold something of any attempt."""
-        return list(self._debts)
+        return self._debts.workers()
 
     def num_tokens(self, lane: int) -> int:
         """Length of the sequence that a lane prefills."""
@@ -168,8 +156,8 @@ class Record:
     def inherit(self, workers: list[Ref], now: float) -> list[Decision]:
         """An earlier attempt may live at these workers (the router was restarted): cancel it."""
         for worker in workers:
-            self._debts.setdefault(worker, _Debt(held=self.attempt - 1))
-        return self._call(self.attempt - 1, "superseded", now)
+            self._debts.owe(worker, self.attempt - 1)
+        return self._orders(self._debts.call(self.attempt - 1, now), "superseded")
 
     def resubmitted(
         self, generate: m.Generate, emitted: bytes, now: float
@@ -257,7 +245,7 @@ class Record:
             self._was_placed = True
         here.state, here.decode, here.prefill, here.since_s = State.RESERVING, decode, prefill, now
         self.alone_in = alone_in
-        self._owe(decode)
+        self._debts.owe(decode, self.attempt)
         given = self.generate
         body = m.Reserve(
             self.request_id,
@@ -289,8 +277,8 @@ class Record:
             out: list[Decision] = [Count("stale", (type(body).__name__.lower(),))]
             if worker not in self._debts:
                 # It may hold something that we do not know to be there: it becomes a debtor.
-                self._debts[worker] = _Debt(held=attempt)
-                out += self._call(attempt, "superseded", now)
+                self._debts.owe(worker, attempt)
+                out += self._orders(self._debts.call(attempt, now), "superseded")
             return out
         if isinstance(body, m.Preempted):
             if not any(lane.decode == worker for lane in self.lanes.values()):
@@ -332,7 +320,7 @@ class Record:
 
         is_own_fault: it ended by itself, so what it was computing is suspect.
         """
-        self._debts.pop(worker, None)
+        self._debts.died(worker)
         if self.state in (State.CANCELLING, State.CLOSED):
             return self._settle(now)
         if self.state is State.RESUMING:
@@ -365,7 +353,7 @@ class Record:
 
     def tick(self, now: float) -> list[Decision]:
         """Deadlines and repetitions. Call it several times a second."""
-        out = self._repeat_cancels(now)
+        out = self._orders(self._debts.due(now), "superseded")
         if self.state is State.CANCELLING:
             return out + self._settle(now)
         if self.state is State.CLOSED:
@@ -456,7 +444,7 @@ class Record:
     def _reserved(self, lane: Lane, now: float) -> list[Decision]:
         assert lane.decode is not None and lane.prefill is not None
         self._stage(lane, State.PREFILLING, "reserve", now)
-        self._owe(lane.prefill)
+        self._debts.owe(lane.prefill, self.attempt)
         given = self.generate
         body = m.Prefill(
             self.request_id,
@@ -577,38 +565,17 @@ class Record:
 
     # ---- inside: debts and ends
 
-    def _owe(self, worker: Ref) -> None:
-        self._debts.setdefault(worker, _Debt()).held = self.attempt
-
-    def _call(self, attempt: int, reason: str, now: float) -> list[Decision]:
-        """Cancel ``attempt`` and older ones at every worker that may hold them."""
-        out: list[Decision] = []
-        for worker, debt in self._debts.items():
-            if 0 < debt.held <= attempt:
-                debt.called, debt.held, debt.sent_s = debt.held, 0, now
-                out.append(ToWorker(worker, m.Cancel(self.request_id, debt.called, reason)))
-        return out
-
-    def _repeat_cancels(self, now: float) -> list[Decision]:
-        out: list[Decision] = []
-        for worker, debt in self._debts.items():
-            if debt.called and now - debt.sent_s > REPEAT_S:
-                debt.sent_s = now
-                out.append(ToWorker(worker, m.Cancel(self.request_id, debt.called, "superseded")))
-        return out
+    def _orders(self, cancels: list[tuple[Ref, int]], reason: str) -> list[Decision]:
+        return [ToWorker(w, m.Cancel(self.request_id, a, reason)) for w, a in cancels]
 
     def _cancelled(self, worker: Ref, body: m.Cancelled, now: float) -> list[Decision]:
-        debt = self._debts.get(worker)
-        if debt is not None:
-            if debt.called <= body.attempt:
-                debt.called = 0
-            if not debt.called and not debt.held:
-                del self._debts[worker]
+        self._debts.answered(worker, body.attempt)
         return self._settle(now)
 
     def _drop_attempt(self, attempt: int, now: float) -> list[Decision]:
         """From now on only ``attempt`` counts."""
-        out: list[Decision] = [Dequeue(), *self._call(self.attempt, "superseded", now)]
+        called = self._debts.call(self.attempt, now)
+        out: list[Decision] = [Dequeue(), *self._orders(called, "superseded")]
         self.attempt, self.lanes = attempt, {}
         self.alone_in, self._decoding_s = frozenset(), 0.0
         return out
@@ -618,7 +585,8 @@ class Record:
         return ToGateway(m.AskEmitted(self.request_id, self.attempt, self.tokenizer))
 
     def _end(self, reason: str, now: float) -> list[Decision]:
-        out: list[Decision] = [Dequeue(), *self._call(self.attempt, reason, now)]
+        called = self._debts.call(self.attempt, now)
+        out: list[Decision] = [Dequeue(), *self._orders(called, reason)]
         self.state, self._since_s, self._end_reason = State.CANCELLING, now, reason
         return out + self._settle(now)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import aiohttp
 
-from decant.services import admin
+from decant.services import admin, router_state
 
 World = Any  # the fixture's class lives in conftest.py
 
@@ -29,7 +29,7 @@ async def test_state_metrics_and_drain(world: World) -> None:
     page = asyncio.create_task(
         admin.serve(router.dispatcher, router.metrics, world.config.metrics_path("router"))
     )
-    await world.until(lambda: router.dispatcher.state()["canary"]["is_ok"])
+    await world.until(lambda: router_state.state(router.dispatcher)["canary"]["is_ok"])
     stream = await world.generate([1], 5000)
     await stream.__anext__()
     status, text = await call(world, "GET", "/state")
@@ -40,7 +40,9 @@ async def test_state_metrics_and_drain(world: World) -> None:
     decode = state["processes"][0]
     assert decode["pid"] == world.find("decode-0").child.pid
     assert decode["is_ready"] and not decode["is_draining"] and decode["heartbeat_age_s"] < 2
-    await world.until(lambda: router.dispatcher.state()["pages"] == {"pages_reserved": 1.0})
+    await world.until(
+        lambda: router_state.state(router.dispatcher)["pages"] == {"pages_reserved": 1.0}
+    )
     status, text = await call(world, "GET", "/metrics")
     assert status == 200
     for line in (

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from typing import Any
 
 import pytest
 
 from decant.protocol import messages as m
-from decant.services import dispatch
+from decant.services import dispatch, router_state
 from decant.services.requests import RequestFailed, new_request_id
 
 World = Any  # the fixture's class lives in conftest.py
@@ -205,7 +206,7 @@ async def test_canary_runs_before_ready_and_is_reported(world: World) -> None:
     reserves = [b for b in world.find("decode-0").received if isinstance(b, m.Reserve)]
     assert [r.request_id.startswith("canary-") for r in reserves] == [True]
     assert reserves[0].tokenizer == ""
-    state = world.router.dispatcher.state()
+    state = router_state.state(world.router.dispatcher)
     assert state["is_ready"] and state["canary"]["is_ok"]
     await world.collect(await world.generate([1], 5))
     await world.assert_clean()
@@ -236,4 +237,67 @@ async def test_client_that_does_not_read_parks_its_request(world: World) -> None
     await world.until(lambda: parked() == [False])
     ids, _ = await world.collect(stream)
     assert len(ids[0]) == 1500 and parked()[:2] == [False, True]
+    await world.assert_clean()
+
+
+async def test_a_worker_that_ends_by_itself_twice_over_one_request_fails_it_alone(
+    world: World,
+) -> None:
+    await world.start()
+    streams = [await world.generate([i], 150) for i in range(6)]
+    readers = [asyncio.create_task(world.collect(s)) for s in streams[1:]]
+
+    async def poison() -> None:
+        """Decode ends as soon as it decodes the first stream."""
+        while True:
+            decoder = world.find("decode-0")
+            if decoder is not None and any(
+                key[0] == streams[0].request_id and held.out for key, held in decoder.held.items()
+            ):
+                world.own_faults.add(decoder.child.pid)
+                await decoder.die()
+                await world.add("decode-0")
+            await asyncio.sleep(0.005)
+
+    nemesis = asyncio.create_task(poison())
+    events = [event async for event in streams[0]]
+    failed = events[-1]
+    assert isinstance(failed, m.Failed) and failed.code == "poison_request"
+    assert failed.status == 500 and not failed.is_retryable
+    results = await asyncio.gather(*readers)
+    nemesis.cancel()
+    assert all(len(ids[0]) == 150 for ids, _ in results)
+    assert len(world.own_faults) == 2
+    await world.assert_clean()
+
+
+async def test_many_kills_and_nothing_is_lost(world: World) -> None:
+    await world.start()
+    source = random.Random(11)
+    done = 0
+
+    async def client(number: int) -> None:
+        nonlocal done
+        for i in range(4):
+            n, length = 1 + source.randrange(2), 20 + source.randrange(100)
+            stream = await world.generate([number, i], length, n=n)
+            ids, _ = await world.collect(stream)
+            assert [len(x) for x in ids] == [length] * n
+            done += 1
+
+    clients = [asyncio.create_task(client(number)) for number in range(8)]
+    kills = 0
+    while not all(c.done() for c in clients):
+        await asyncio.sleep(0.25)
+        victim = source.choice(["decode-0", "prefill-0", "tokenizer-0", "router"])
+        if victim == "router":
+            await world.stop_router()
+            world.start_router()
+        elif world.find(victim) is not None:
+            await world.find(victim).die()
+            await world.add(victim)
+        kills += 1
+        assert kills < 200
+    await asyncio.gather(*clients)
+    assert done == 32 and kills >= 3
     await world.assert_clean()

@@ -1,0 +1,93 @@
+"""Which workers a waiting lane gets: the router's policy, and the only place that knows it. Pure.
+
+The least loaded decode and the least loaded prefill that may take one more. A worker on probation
+(it has just joined or recovered) takes one at a time; one that a suspect has for itself takes
+nobody else; one that said busy is left alone for a moment.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from decant.services.decisions import Ref, State
+from decant.services.membership import Member, Membership
+from decant.services.records import Lane, Record
+
+MAX_PREFILLING = 8  # lanes at one prefill; more wait in the queue, where deadlines are kept
+DEFAULT_SLOTS = 64
+BUSY_S = (0.02, 0.1)  # pause after Refused(busy): first, when it says so again
+
+
+class Placement:
+    """Loads of all workers at one moment, and the choice among them."""
+
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
+        self._busy_until: dict[Ref, float] = {}
+        self._load: Counter[Ref] = Counter()  # choices at a decode, lanes at a prefill
+        self._alone: set[Ref] = set()  # taken by one suspect
+
+    # ---- what workers say
+
+    def refused(self, worker: Ref, now: float) -> None:
+        """It is full."""
+        first, again = BUSY_S
+        self._busy_until[worker] = now + (again if worker in self._busy_until else first)
+
+    def freed(self, worker: Ref) -> None:
+        """Something came free there (or it is gone)."""
+        self._busy_until.pop(worker, None)
+
+    # ---- choice
+
+    def count(self, records: Iterable[Record]) -> None:
+        """Take the loads from the records."""
+        self._load, self._alone = Counter(), set()
+        for record in records:
+            for lane in record.lanes.values():
+                if lane.decode is None or lane.prefill is None or lane.state is State.DONE:
+                    continue
+                self._load[lane.decode] += len(lane.choices)
+                if "decode" in record.alone_in:
+                    self._alone.add(lane.decode)
+                if lane.state <= State.PREFILLING:
+                    self._load[lane.prefill] += 1
+                    if "prefill" in record.alone_in:
+                        self._alone.add(lane.prefill)
+
+    def choose(self, record: Record, lane: Lane, now: float) -> tuple[Ref, Ref] | None:
+        """(decode, prefill) for a lane, now counted as theirs; None: it has to wait."""
+        own = record.suspect_in if record.is_suspect else set()
+        num = len(lane.choices)
+        decode = self._least("decode", num, own, now)
+        prefill = self._least("prefill", 1, own, now)
+        if decode is None or prefill is None:
+            return None
+        self._load[decode] += num
+        self._load[prefill] += 1
+        for worker, service in ((decode, "decode"), (prefill, "prefill")):
+            if service in own:
+                self._alone.add(worker)
+        return decode, prefill
+
+    def _least(self, service: str, num: int, own: set[str], now: float) -> Ref | None:
+        refs = (
+            Ref(member.instance, member.incarnation)
+            for member in self._membership.usable(service)
+            if self._may_take(member, num, service in own, now)
+        )
+        return min(refs, key=lambda ref: self._load[ref], default=None)
+
+    def _may_take(self, member: Member, num: int, is_suspect: bool, now: float) -> bool:
+        ref = Ref(member.instance, member.incarnation)
+        if ref in self._alone or self._busy_until.get(ref, 0.0) > now:
+            return False
+        if self._load[ref] == 0:
+            return True  # whatever the limits say: it will refuse what can never fit
+        if member.is_on_probation or is_suspect:
+            return False
+        limit = member.hello.limits.get("num_slots", DEFAULT_SLOTS)
+        if member.service == "prefill":
+            limit = min(limit, MAX_PREFILLING)
+        return self._load[ref] + num <= limit
