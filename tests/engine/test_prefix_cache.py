@@ -34,10 +34,10 @@ def test_a_conversation_pays_for_its_new_tokens_only() -> None:
     assert run(c, "t0", history).num_cached == 0
     for turn in range(1, 4):
         history += ids(turn + 1, 150)
-        before = c.prefill_engine.num_prefilled
+        before = c.fake_prefill.num_prefilled
         want = (len(history) - 150) // BLOCK_TOKENS * BLOCK_TOKENS
         assert run(c, f"t{turn}", history).num_cached == want
-        assert c.prefill_engine.num_prefilled - before == len(history) - want
+        assert c.fake_prefill.num_prefilled - before == len(history) - want
     c.settle()
     c.close()
 

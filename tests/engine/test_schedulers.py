@@ -130,7 +130,7 @@ def test_speculation_saves_steps() -> None:
     assert steps[3] < 0.45 * steps[0]
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_preemption_is_invisible(seed: int) -> None:
     """A pool that cannot hold all: the youngest give way and come back."""
     with cluster(seed=seed, num_pages=9, num_slots=8) as c:
@@ -158,7 +158,7 @@ def test_the_oldest_is_never_preempted() -> None:
         c.settle()
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(20))
 def test_cancel_at_any_moment_frees_everything(seed: int) -> None:
     """Cancels at random moments beside streams that go on; local prefill and n = 3 among them."""
     with cluster(seed=seed) as c:
@@ -197,7 +197,7 @@ def test_cancel_is_idempotent_and_answers_for_the_unknown() -> None:
 @pytest.mark.parametrize("bad", [1, 2, 3])
 def test_a_failed_pull_is_resumed(bad: int) -> None:
     with cluster(seed=bad) as c:
-        c.decode_engine.bad_pulls = bad
+        c.fake_decode.bad_pulls = bad
         for job in jobs(bad, 6):
             c.submit(job)
         c.run()
@@ -212,7 +212,7 @@ def test_a_torn_page_is_noticed() -> None:
         job = c.submit(Job("r", some_prompt(1, 300), Sampling(max_tokens=5)))
         while not c._pulls:
             c.step()
-        c.prefill_engine.pool.pages[c._pulls[0].source[0], 3] += 1  # after its checksum
+        c.fake_prefill.pool.pages[c._pulls[0].source[0], 3] += 1  # after its checksum
         c.run()
         check(job)
         assert job.num_resumes == 1

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
-from fake_engine import EOS, MAX_DRAFTS, PAGE_TOKENS, VOCAB, FakeDraft, FakeEngine
+from fake_engine import MAX_DRAFTS, FakeDraft, FakeEngine
 
 from decant.engine.acceptance import DepthController
 from decant.engine.decode_batch import DecodePlan, Limits, Proposal, ToPrefill
@@ -24,7 +24,7 @@ from decant.engine.decode_batch import ToRouter as DecodeToRouter
 from decant.engine.decode_scheduler import DecodeScheduler
 from decant.engine.execute import execute_decode, execute_prefill
 from decant.engine.handoff import Pull
-from decant.engine.interface import DraftSlot
+from decant.engine.interface import DraftEngine, DraftSlot, Engine
 from decant.engine.prefill_scheduler import PrefillLimits, PrefillPlan, PrefillScheduler, ToRouter
 from decant.engine.sampler import Sampler
 from decant.protocol.errors import HandoffError
@@ -95,30 +95,50 @@ class Cluster:
         draft: FakeDraft | None = None,
         depth: DepthController | None = None,
         chunk_tokens: int = 100,
+        engines: tuple[Engine, Engine, DraftEngine] | None = None,
     ) -> None:
+        """engines: for prefill, decode and draft; fakes if not given. With real ones, num_pages,
+        num_slots and prefill_pages are theirs."""
         self.random = random.Random(seed)
         self.now_ms = 0.0
-        self.prefill_engine = FakeEngine(prefill_pages, 6)
-        self.decode_engine = FakeEngine(num_pages, num_slots)
-        self.draft = draft or FakeDraft()
+        self.prefill_engine: Engine = engines[0] if engines else FakeEngine(prefill_pages, 6)
+        self.decode_engine: Engine = engines[1] if engines else FakeEngine(num_pages, num_slots)
+        self.draft: DraftEngine = engines[2] if engines else draft or FakeDraft()
         self.draft.attach("d1", self.decode_engine.pools())
+        shape = self.decode_engine
         self.decode_engine.attach("p1", self.prefill_engine.pools())
         self.prefill = PrefillScheduler(
-            PrefillLimits(prefill_pages, 6, PAGE_TOKENS, 2048, VOCAB, chunk_tokens),
+            PrefillLimits(
+                self.prefill_engine.num_pages,
+                self.prefill_engine.num_slots,
+                shape.page_tokens,
+                shape.max_context,
+                shape.vocab_size,
+                chunk_tokens,
+            ),
             self.prefill_engine.pools()[0].epoch,
             cache,
             "fake",
         )
         self.decode = DecodeScheduler(
             Limits(
-                num_pages, num_slots, PAGE_TOKENS, 2048, VOCAB, EOS, max_batch, 32, num_drafts, 100
+                shape.num_pages,
+                shape.num_slots,
+                shape.page_tokens,
+                shape.max_context,
+                shape.vocab_size,
+                shape.eos_token_id,
+                max_batch,
+                32,
+                num_drafts,
+                chunk_tokens,
             ),
             depth,
         )
         self.decode.has_draft = True
         self.prefill.peers({"d1"})
         self.decode.peers({"prefill-0": "p1"})
-        self.sampler = Sampler(VOCAB, EOS)
+        self.sampler = Sampler(shape.vocab_size, shape.eos_token_id)
         self.jobs: dict[str, Job] = {}
         self.log: list[str] = []
         self.links: dict[str, deque[Callable[[], None]]] = {
@@ -134,6 +154,17 @@ class Cluster:
     def close(self) -> None:
         self.prefill_engine.close()
         self.decode_engine.close()
+        self.draft.close()
+
+    @property
+    def fake_prefill(self) -> FakeEngine:
+        assert isinstance(self.prefill_engine, FakeEngine)
+        return self.prefill_engine
+
+    @property
+    def fake_decode(self) -> FakeEngine:
+        assert isinstance(self.decode_engine, FakeEngine)
+        return self.decode_engine
 
     # ---- router ----------------------------------------------------------------------------------
 
