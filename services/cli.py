@@ -31,6 +31,7 @@ COMMANDS = {  # name -> module, one line
     "chat": ("chat", "ask the running set; without a prompt: a conversation"),
     "bench": ("bench", "load generator: latency, throughput, goodput, acceptance"),
     "verify": ("verify", "run fixtures through the engine and compare with expected values"),
+    "eval": ("eval", "ask held-out prompts of the demo's skills and count right answers"),
     "verify-chat": ("verify_chat", "compare the chat encoding with a file of examples"),
     "encode": ("encode", "print the prompt, and its ids, of a chat request in a file"),
     "wire": ("wire", "print captured frames between processes, without our schemas"),

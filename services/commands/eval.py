@@ -1,0 +1,192 @@
+"""``decant eval``: held-out prompts of the demo's skills through the HTTP API, greedy, counted.
+
+The demo's room knows prompts and right answers; this file sends, counts and prints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from decant.engine.demo import prompts
+from decant.protocol.errors import ConfigError
+from decant.services.cli import FAILED, OK
+from decant.services.client import Api, ApiError
+from decant.services.target import add_server, api_of, model_of
+
+COUNTERS = ("decant_spec_decode_num_draft_tokens_per_pos_total",
+            "decant_spec_decode_num_accepted_tokens_per_pos_total")  # fmt: skip
+MAX_SHOWN = 300
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_server(parser)
+    add = parser.add_argument
+    add("--skills", default="essential", help="essential, all, or names separated by commas: "
+        + ", ".join(prompts.SKILLS).replace("%", "%%"))  # fmt: skip
+    add("--num", metavar="N", type=int, default=200, help="prompts per skill (default 200)")
+    add("--seed", type=int, default=0, help="of the prompts (default 0)")
+    add("--concurrency", metavar="N", type=int, default=8, help="requests at once (default 8)")
+    add("--at-least", metavar="SHARE", type=float, default=0.0,
+        help="exit with 1 if an essential skill has fewer right answers than this")  # fmt: skip
+    add("--failures", metavar="N", type=int, default=0, help="show the first N wrong answers")
+    add("--json", metavar="FILE", default="", help="all counts as JSON; - for standard output")
+
+
+@dataclass
+class Score:
+    """Counts of one skill."""
+
+    skill: str
+    num: int = 0
+    right: int = 0
+    errors: int = 0
+    completion_tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    steps: int = 0
+    seconds: float = 0.0
+    wrong: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def share(self) -> float:
+        return self.right / self.num if self.num else 0.0
+
+    @property
+    def acceptance(self) -> float:
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+
+def skills_of(text: str) -> list[str]:
+    """Raises: ConfigError for a name that there is not."""
+    if text == "all":
+        return list(prompts.SKILLS)
+    names = list(prompts.ESSENTIAL) if text == "essential" else text.split(",")
+    for name in names:
+        if name not in prompts.SKILLS:
+            raise ConfigError(f"there is no skill {name!r}; there are {', '.join(prompts.SKILLS)}")
+    return names
+
+
+def per_position(api: Api) -> dict[str, dict[int, float]]:
+    """The draft counters of /metrics by position (1 = the first draft); empty if there are none."""
+    found: dict[str, dict[int, float]] = {name: {} for name in COUNTERS}
+    try:
+        page = str(api.call("GET", "/metrics")[1])
+    except ApiError:
+        return found
+    for name, labels, value in re.findall(r"^(\w+)\{([^}]*)\} (\S+)$", page, re.MULTILINE):
+        if name in found and (position := re.search(r'position="(\d+)"', labels)):
+            number = int(position[1]) + 1
+            found[name][number] = found[name].get(number, 0.0) + float(value)
+    return found
+
+
+def acceptance_between(
+    before: dict[str, dict[int, float]], after: dict[str, dict[int, float]]
+) -> dict[int, float]:
+    """Accepted / drafted at each draft position between two readings."""
+    drafted, accepted = COUNTERS
+    shares = {}
+    for position, total in sorted(after[drafted].items()):
+        num = total - before[drafted].get(position, 0.0)
+        if num > 0:
+            gain = after[accepted].get(position, 0.0) - before[accepted].get(position, 0.0)
+            shares[position] = gain / num
+    return shares
+
+
+def ask(api: Api, model: str, case: prompts.Case, seed: int) -> tuple[bool, dict[str, Any], str]:
+    """One request: right or not, usage, and what came back (or the error, after "error: ")."""
+    try:
+        answer = api.post("/v1/chat/completions", {"model": model, "seed": seed, **case.body()})
+        message = answer["choices"][0]["message"]
+        return case.check(message), answer.get("usage") or {}, json.dumps(message)
+    except ApiError as error:
+        return False, {}, f"error: {error.message}"
+
+
+def score(api: Api, model: str, skill: str, args: argparse.Namespace) -> Score:
+    """Ask all prompts of a skill, a few at once."""
+    result, started = Score(skill), time.monotonic()
+    chosen = prompts.cases(skill, args.num, args.seed)
+    with ThreadPoolExecutor(max(1, args.concurrency)) as pool:
+        answers = pool.map(lambda case: ask(api, model, case, args.seed), chosen)
+        for case, (is_right, usage, got) in zip(chosen, answers, strict=True):
+            counts = usage.get("speculation") or {}
+            result.num += 1
+            result.right += is_right
+            result.errors += got.startswith("error: ")
+            result.completion_tokens += int(usage.get("completion_tokens", 0))
+            result.drafted += int(counts.get("drafted_tokens", 0))
+            result.accepted += int(counts.get("accepted_tokens", 0))
+            result.steps += int(counts.get("steps", 0))
+            if not is_right:
+                wanted = case.calls or case.answer
+                result.wrong.append({"messages": case.messages, "wanted": wanted, "got": got})
+            _progress(f"{skill}: {result.num} of {args.num}, {result.right} right")
+    result.seconds = time.monotonic() - started
+    return result
+
+
+def _progress(text: str) -> None:
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+
+
+def show(scores: list[Score], shares: dict[int, float]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    table.add_column("skill")
+    for name in ("right", "of", "share", "tokens", "drafts accepted", "tokens a step", "s"):
+        table.add_column(name, justify="right")
+    for s in scores:
+        table.add_row(
+            s.skill, str(s.right), str(s.num), f"{s.share:.1%}", str(s.completion_tokens),
+            f"{s.acceptance:.1%}" if s.drafted else "-",
+            f"{s.completion_tokens / s.steps:.2f}" if s.steps else "-", f"{s.seconds:.0f}",
+        )  # fmt: skip
+    Console().print(table)
+    if shares:
+        parts = [f"position {p}: {share:.1%}" for p, share in shares.items()]
+        print(f"\ndraft acceptance by position: {', '.join(parts)}")
+    if errors := sum(s.errors for s in scores):
+        print(f"{errors} requests failed")
+
+
+def run(args: argparse.Namespace) -> int:
+    names = skills_of(args.skills)
+    if args.num < 1:
+        raise ConfigError("--num is at least 1")
+    api = api_of(args)
+    model = model_of(args, api)
+    before = per_position(api)
+    scores = [score(api, model, name, args) for name in names]
+    shares = acceptance_between(before, per_position(api))
+    _progress("")
+    if args.json != "-":
+        show(scores, shares)
+    for wrong in [w for s in scores for w in s.wrong][: args.failures]:
+        last = str(wrong["messages"][-1].get("content"))[-MAX_SHOWN:]
+        print(f"\nasked  {last}\nwanted {wrong['wanted']}\ngot    {wrong['got'][:MAX_SHOWN]}")
+    if args.json:
+        table = {
+            "model": model,
+            "num": args.num,
+            "seed": args.seed,
+            "skills": [{**asdict(s), "share": s.share, "acceptance": s.acceptance} for s in scores],
+            "acceptance_by_position": shares,
+        }
+        text = json.dumps(table, indent=1) + "\n"
+        print(text, end="") if args.json == "-" else Path(args.json).write_text(text)
+    is_bad = any(s.share < args.at_least for s in scores if s.skill in prompts.ESSENTIAL)
+    return FAILED if is_bad or any(s.errors for s in scores) else OK

@@ -1,0 +1,94 @@
+"""Counting of ``decant eval``, against a small server that answers some prompts right."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from decant.engine.demo import prompts
+from decant.services import cli
+from decant.services.commands import eval as command
+
+NUM = 6
+SEED = 3
+USAGE = {
+    "completion_tokens": 10,
+    "speculation": {"drafted_tokens": 4, "accepted_tokens": 3, "steps": 5},
+}
+
+
+def metrics(num: int) -> str:
+    """The page after ``num`` requests."""
+    drafted, accepted = command.COUNTERS
+    return (
+        f'{drafted}{{svc="decode",position="0"}} {num * 4}.0\n'
+        f'{drafted}{{svc="decode",position="1"}} {num * 2}.0\n'
+        f'{accepted}{{svc="decode",position="0"}} {num * 3}.0\n'
+        f'{accepted}{{svc="decode",position="1"}} {num * 1}.0\n'
+    )
+
+
+class Handler(BaseHTTPRequestHandler):
+    answers: dict[str, str] = {}
+    num = 0
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+    def _answer(self, status: int, body: str) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body.encode())))
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+    def do_GET(self) -> None:
+        self._answer(200, metrics(Handler.num))
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        Handler.num += 1
+        text = self.answers.get(json.dumps(body["messages"]), "wrong")
+        message = {"role": "assistant", "content": text}
+        self._answer(200, json.dumps({"choices": [{"message": message}], "usage": USAGE}))
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    cases = prompts.cases("add", NUM, SEED)
+    Handler.answers = {json.dumps(c.messages): c.answer for c in cases[:4]}
+    Handler.num = 0
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_counts(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "eval.json"
+    words = ["eval", "--url", url, "--model", "m", "--skills", "add", "--num", str(NUM)]
+    words += ["--seed", str(SEED), "--json", str(file)]
+    assert cli.main([*words, "--failures", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "66.7%" in out and "position 1: 75.0%, position 2: 50.0%" in out
+    assert "wanted" in out and "got" in out
+    table = json.loads(file.read_text())
+    (skill,) = table["skills"]
+    assert (skill["right"], skill["num"], skill["errors"]) == (4, NUM, 0)
+    assert skill["acceptance"] == 0.75
+    assert cli.main([*words, "--at-least", "0.6"]) == 0
+    assert cli.main([*words, "--at-least", "0.95"]) == 1
+
+
+def test_wrong_use(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["eval", "--skills", "flying"]) == 2
+    assert "flying" in capsys.readouterr().err
+    assert cli.main(["eval", "--url", "http://127.0.0.1:9", "--num", "0"]) == 2
