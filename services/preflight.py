@@ -10,7 +10,6 @@ import json
 import socket
 import struct
 from dataclasses import replace
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import psutil
 from decant.protocol.config import Config, build, merge
 from decant.protocol.errors import ConfigError
 from decant.services.model_folder import SHIPPED
+from decant.services.supervisor import FOLDER
 
 DEMO_NAME = "decant-demo"
 ARCHITECTURE = "DeepseekV4ForCausalLM"
@@ -29,8 +29,7 @@ MARGIN_BYTES = 64 << 20  # of /dev/shm
 
 def profiles() -> list[str]:
     """Names of the profiles that ship with the package."""
-    folder = resources.files("decant.supervisord")
-    return sorted(p.name[:-5] for p in folder.iterdir() if p.name.endswith(".toml"))
+    return sorted(p.stem for p in FOLDER.glob("*.toml"))
 
 
 def read_profile(name: str) -> dict[str, Any]:
@@ -40,7 +39,7 @@ def read_profile(name: str) -> dict[str, Any]:
     path = Path(name)
     try:
         if name in profiles():
-            text = (resources.files("decant.supervisord") / f"{name}.toml").read_text()
+            text = (FOLDER / f"{name}.toml").read_text()
         elif path.suffix == ".toml":
             text = path.read_text()
         else:

@@ -15,7 +15,6 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
-from importlib import resources
 from pathlib import Path
 from typing import Any
 from xmlrpc.client import Fault, ProtocolError, ServerProxy
@@ -23,6 +22,8 @@ from xmlrpc.client import Fault, ProtocolError, ServerProxy
 from decant.protocol.config import Config
 from decant.protocol.errors import ConfigError
 
+# NOTE: importlib.resources cannot read a namespace package of an editable install.
+FOLDER = Path(__file__).parent.parent / "supervisord"  # profiles and templates
 CONFIG_NAME = "config.toml"
 SOCKET_NAME = "supervisord.sock"
 MARK = "DECANT_SUPERVISED"  # environment: run directory of the set that a process belongs to
@@ -76,11 +77,10 @@ def render(config: Config, password: str, python: str = sys.executable) -> str:
 
     Raises: ConfigError if a path cannot be written in supervisord's format.
     """
-    folder = resources.files("decant.supervisord")
     run_dir = _quoted(config.run_dir)
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     minfds = 65536 if hard == resource.RLIM_INFINITY else min(65536, hard)
-    text = (folder / "supervisord.conf").read_text()
+    text = (FOLDER / "supervisord.conf").read_text()
     for name, value in (
         ("minfds", str(minfds)),
         ("run_dir", run_dir),
@@ -88,7 +88,7 @@ def render(config: Config, password: str, python: str = sys.executable) -> str:
         ("password", password),
     ):
         text = text.replace("{" + name + "}", value)
-    template = (folder / "program.conf").read_text()
+    template = (FOLDER / "program.conf").read_text()
     for program in programs(config):
         command = shlex.join(
             [python, "-P", "-m", f"decant.services.{program.service}"]
