@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -35,7 +35,7 @@ class Dashboard:
         self, config: Config, own: Callable[[], Mapping[str, str]], model: str = ""
     ) -> None:
         self._watcher = Watcher(config, own, model)
-        self._page = (resources.files("decant.services") / "dashboard.html").read_text()
+        self._page = Path(__file__).with_name("dashboard.html").read_text()
         self._history: deque[dict[str, Any]] = deque(maxlen=HISTORY)
         self._number = 0  # of the newest snapshot
         self._news = asyncio.Condition()

@@ -141,6 +141,13 @@ def test_the_ban_spares_the_rest(text: str) -> None:
     assert not BANNED.search(text)
 
 
+def test_data_files_are_found_beside_their_module() -> None:
+    """importlib.resources cannot read a namespace package of an editable install."""
+    found = [p for p in tracked() if p.suffix == ".py" and "resources.files(" in
+             (ROOT / p).read_text()]  # fmt: skip
+    assert not found
+
+
 def test_locks_pin_exactly_and_name_no_host() -> None:
     for path in ROOT.glob("requirements-*.lock"):
         for line in path.read_text().splitlines():
