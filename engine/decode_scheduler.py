@@ -28,13 +28,14 @@ from decant.engine.decode_batch import (
     StepOutput,
     ToPrefill,
     ToRouter,
-    build_proposal,
 )
-from decant.engine.handoff import Intake, Pull
+from decant.engine.handoff import Pull
 from decant.engine.interface import PrefillChunk, SlotRows, StepPlan
 from decant.engine.kv_pages import Books, pages_for
-from decant.engine.sampler import Draw, History
+from decant.engine.reservation import fork, make_lane, max_length, refusal
+from decant.engine.sampler import Draw
 from decant.engine.sequence import Lane, Request, Sequence, SequenceOwner
+from decant.engine.speculation import Speculation
 from decant.protocol.errors import DeadlineExceeded, EngineError, HandoffError, OutOfPages
 from decant.protocol.messages import (
     Cancel,
@@ -63,21 +64,19 @@ class DecodeScheduler:
         self.limits = limits
         self.books = Books(limits.num_pages, limits.num_slots)
         self.pages, self.slots = self.books.pages, self.books.slots
-        self.depth = depth or DepthController(limits.max_drafts, is_adaptive=False)
+        depth = depth or DepthController(limits.max_drafts, is_adaptive=False)
+        self.speculation = Speculation(depth, self.books, limits.vocab_size)
         self.requests: dict[str, Request] = {}
         self.is_draining = False
-        self.has_draft = False  # a draft process is there
-        self.num_preempted = self.num_drafted = self.num_accepted = self.num_tokens = 0
+        self.num_preempted = self.num_tokens = 0
         self._ready: deque[Sequence] = deque()  # live sequences, next to run first
         self._complete: deque[Lane] = deque()  # to admit
         self._local: deque[Lane] = deque()  # that we prefill by ourselves
         self._prefills: dict[str, str] = {}  # instance -> incarnation
         self._actions: list[Action] = []
         self._outgoing: dict[str, Outgoing] = {}
-        self._verified: list[tuple[int, int]] = []
         self._pulling: dict[tuple[str, int, int], Lane] = {}  # by lane key, dropped ones too
         self._running: DecodePlan | None = None
-        self._proposal: Proposal | None = None  # unanswered
         self._order = 0
         self._step = 0
 
@@ -92,11 +91,6 @@ class DecodeScheduler:
         """Tokens to send, by tokenizer."""
         outgoing, self._outgoing = self._outgoing, {}
         return outgoing
-
-    def take_verified(self) -> list[tuple[int, int]]:
-        """(drafts verified, drafts accepted) of each sequence since the last call, for metrics."""
-        verified, self._verified = self._verified, []
-        return verified
 
     @property
     def num_running(self) -> int:
@@ -138,7 +132,9 @@ class DecodeScheduler:
         if request and message.lane in request.lanes:
             self._tell(Reserved(*key))
             return
-        why, text = self._refusal(message, ids)
+        why, text = "draining", "this decode process is draining"
+        if not self.is_draining:
+            why, text = refusal(self.limits, self.books, len(self._ready), message, ids)
         if why:
             self._tell(Refused(*key, reason=why, message=text))
             return
@@ -152,60 +148,12 @@ class DecodeScheduler:
                 message.deadline_ms,
             )
             self.requests[message.request_id] = request
-        first, *others = message.choices
-        num_shared = len(ids) // self.limits.page_tokens
-        num_pages = self._pages_at_start(message, len(ids))
-        lane = Lane(request, message, ids, [], {first: []}, {}, None)
-        lane.pages = self.pages.reserve(lane.owner(first), num_pages)
-        for choice in others:
-            lane.tails[choice] = self.pages.reserve(lane.owner(choice), num_pages - num_shared)
-        for choice in message.choices:
-            lane.slots[choice] = self.slots.reserve(lane.owner(choice), 1)[0]
-        if message.prefill:
-            lane.intake = Intake(
-                key,
-                self._prefills.get(message.prefill, ""),
-                lane.pages,
-                lane.slots[first],
-                len(ids),
-                self.limits.page_tokens,
-            )
-        else:
+        peer = self._prefills.get(message.prefill, "")
+        lane = make_lane(self.limits, self.books, request, message, ids, peer)
+        if lane.intake is None:
             self._local.append(lane)
         request.lanes[message.lane] = lane
         self._tell(Reserved(*key))
-
-    def _max_length(self, message: Reserve) -> int:
-        return min(self.limits.max_context, message.num_prompt_tokens + message.sampling.max_tokens)
-
-    def _pages_at_start(self, message: Reserve, num_ids: int) -> int:
-        """Pages of a sequence at admission: what it has, and growth as far as it can grow."""
-        length = max(num_ids, min(num_ids + self.limits.growth_tokens, self._max_length(message)))
-        return pages_for(length, self.limits.page_tokens)
-
-    def _refusal(self, message: Reserve, ids: array[int]) -> tuple[str, str]:
-        """Why a lane cannot be reserved, or two empty strings."""
-        limits, num = self.limits, len(message.choices)
-        if self.is_draining:
-            return "draining", "this decode process is draining"
-        if not num or not ids or len(ids) > limits.max_context:
-            return "too_large", f"{len(ids)} tokens do not fit a context of {limits.max_context}"
-        if min(ids) < 0 or max(ids) >= limits.vocab_size:
-            return "too_large", f"a token id is outside the vocabulary of {limits.vocab_size}"
-        shared = len(ids) // limits.page_tokens
-        at_end = pages_for(max(self._max_length(message), len(ids)), limits.page_tokens)
-        most = shared + num * (at_end - shared)
-        if most > limits.num_pages or num > limits.num_slots:
-            return "too_large", (
-                f"{num} choices of up to {self._max_length(message)} tokens need {most} pages and "
-                f"{num} slots of {limits.num_pages} and {limits.num_slots}"
-            )
-        now = shared + num * (self._pages_at_start(message, len(ids)) - shared)
-        # What runs must be able to grow a little, or admissions and preemptions would alternate.
-        spare = min(len(self._ready), limits.num_pages // 16)
-        if now + spare > self.pages.num_free or num > self.slots.num_free:
-            return "busy", f"{now} pages and {num} slots are not free now"
-        return "", ""
 
     # ---- hand-off --------------------------------------------------------------------------------
 
@@ -346,7 +294,7 @@ class DecodeScheduler:
             holds.add("step")
         if lane is not None and lane.key in self._pulling:
             holds.add("pull")
-        if self._proposal and any(s.owner == owner for s in self._proposal.sequences):
+        if self.speculation.touches(owner):
             holds.add("draft")
         return self.books.free(owner, holds)
 
@@ -467,48 +415,21 @@ class DecodeScheduler:
         page_copies: list[tuple[int, int]],
         slot_copies: list[tuple[int, int, int]],
     ) -> list[Sequence]:
-        """One sequence per choice: full pages shared, the open page and the slot copied."""
-        message, request, ids = lane.message, lane.request, lane.ids
-        first = message.choices[0]
-        num_shared, open_tokens = divmod(len(ids), self.limits.page_tokens)
-        is_full = len(ids) >= self._max_length(message)  # no room for a single token
-        prompt, output = ids[: message.num_prompt_tokens], ids[message.num_prompt_tokens :]
-        del request.lanes[message.lane]
-        self.pages.activate(lane.owner(first), lane.pages)
-        for choice in message.choices:
-            owner, pages = lane.owner(choice), lane.pages
-            self.slots.activate(owner, [lane.slots[choice]])
-            if choice != first and not is_full:
-                self.pages.share(owner, lane.pages[:num_shared])
-                self.pages.activate(owner, lane.tails[choice])
-                pages = lane.pages[:num_shared] + lane.tails[choice]
-                if open_tokens:
-                    page_copies.append((lane.pages[num_shared], pages[num_shared]))
-                slot_copies.append((lane.slots[first], lane.slots[choice], len(ids)))
-            sequence = Sequence(
-                request,
-                choice,
-                message.sampling,
-                message.grammar,
-                len(prompt),
-                self._max_length(message),
-                lane.slots[choice],
-                list(pages),
-                array("i", ids),
-                first_output=len(output),
-                mtp_end=len(ids) - 1,
-            )
-            if History.is_needed(message.sampling):
-                sequence.history = History(self.limits.vocab_size, prompt, output)
-            request.sequences[choice] = sequence
-        admitted = [request.sequences[choice] for choice in message.choices]
-        if not is_full:
-            self._ready.extend(admitted)
-            return admitted
-        for sequence in admitted:
-            self._finish(sequence, "length")
-            self._emit(request, *sequence.run(sequence.num_output))
-        return []
+        """Sequences of a complete lane, which draw their first token in this step."""
+        del lane.request.lanes[lane.message.lane]
+        is_full = len(lane.ids) >= max_length(self.limits, lane.message)
+        copies: tuple[list[tuple[int, int]], list[tuple[int, int, int]]] = ([], [])
+        sequences = fork(self.limits, self.books, lane, *copies)
+        lane.request.sequences.update({s.choice: s for s in sequences})
+        if is_full:  # no room for a single token
+            for sequence in sequences:
+                self._finish(sequence, "length")
+                self._emit(lane.request, *sequence.run(sequence.num_output))
+            return []
+        page_copies += copies[0]
+        slot_copies += copies[1]
+        self._ready.extend(sequences)
+        return sequences
 
     def _chunk(self) -> tuple[PrefillChunk | None, Lane | None, int]:
         """The next piece of our own prefill, if any."""
@@ -552,12 +473,13 @@ class DecodeScheduler:
             at += num
             if sequence.request.is_dropped:
                 continue
-            self._account(sequence, num - 1, len(tokens) - 1)
+            self.speculation.verified(sequence, num - 1, len(tokens) - 1)
             if self._take_draws(sequence, draws[: len(tokens)]):
                 advances.append(Advance(sequence, rows.start, len(tokens), streams))
         if plan.step.chunk is None and plan.num_rows:
-            self.depth.stepped(plan.num_rows, output.elapsed_s)
-        return self._propose(advances)
+            self.speculation.depth.stepped(plan.num_rows, output.elapsed_s)
+        batch = min(len(self._ready), self.limits.max_batch)
+        return self.speculation.propose(self._step, advances, batch)
 
     def _computed(self, lane: Lane, num_tokens: int) -> None:
         lane.num_computed += num_tokens
@@ -565,16 +487,6 @@ class DecodeScheduler:
             self._local.remove(lane)
             self._complete.append(lane)
             self._tell(Decoding(*lane.key))
-
-    def _account(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
-        sequence.drafts = ()
-        sequence.num_steps += 1
-        sequence.num_drafted += num_drafts
-        sequence.num_accepted += num_accepted
-        self.num_drafted += num_drafts
-        self.num_accepted += num_accepted
-        self.depth.verified(num_drafts, num_accepted)
-        self._verified.append((num_drafts, num_accepted))
 
     def _take_draws(self, sequence: Sequence, draws: list[Draw]) -> bool:
         """Append drawn tokens up to the end of the choice, if it is among them, and emit them.
@@ -629,55 +541,6 @@ class DecodeScheduler:
                 sequence.num_steps,
             )
         )
-
-    # ---- drafts ----------------------------------------------------------------------------------
-
-    def _propose(self, advances: list[Advance]) -> Proposal | None:
-        """At most one proposal is unanswered; while one is, steps go on with k = 0."""
-        if self._proposal or not self.has_draft or not self.limits.max_drafts or not advances:
-            return None
-        depth = self.depth.choose(min(len(self._ready), self.limits.max_batch))
-        if depth:
-            self._proposal = build_proposal(self._step, advances, depth)
-        return self._proposal
-
-    @property
-    def is_draft_due(self) -> bool:
-        """A proposal is unanswered."""
-        return self._proposal is not None
-
-    def drafted(self, step: int, counts: list[int], ids: array[int]) -> bool:
-        """The draft answered. Late answers still say that its window keys are written.
-
-        False: the answer is not to the open proposal, or malformed, and is ignored.
-        """
-        proposal = self._proposal
-        if proposal is None or proposal.message.step != step:
-            return False
-        asked = [slot.num_drafts for slot in proposal.message.slots]
-        is_good = len(counts) == len(asked) and sum(counts) == len(ids)
-        is_good = is_good and all(0 <= c <= a for c, a in zip(counts, asked, strict=True))
-        at = 0
-        for i, sequence in enumerate(proposal.sequences if is_good else ()):
-            drafts = ids[at : at + counts[i]]
-            at += counts[i]
-            if not drafts:
-                continue  # it did not run: the hole stays
-            sequence.mtp_end = proposal.ends[i]
-            if not sequence.request.is_dropped and len(sequence.ids) == proposal.lengths[i]:
-                good = [0 <= t < self.limits.vocab_size for t in drafts]
-                sequence.drafts = tuple(drafts) if all(good) else ()
-        self._close_proposal()
-        return is_good
-
-    def draft_gone(self) -> None:
-        """The draft process is dead, or was never told: nobody writes to our slots."""
-        self._close_proposal()
-
-    def _close_proposal(self) -> None:
-        proposal, self._proposal = self._proposal, None
-        if proposal:
-            self.books.unhold([s.owner for s in proposal.sequences], "draft")
 
 
 def _youth(request: Request) -> tuple[bool, int]:

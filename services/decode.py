@@ -182,7 +182,7 @@ class DecodeService:
                 await self._wake.wait()
                 continue
             self.is_busy = True
-            has_draft = self.scheduler.has_draft
+            has_draft = self.scheduler.speculation.is_on
             output = await self.thread.run(
                 execute_decode, self.engine, self.sampler, plan, self._mask, has_draft
             )
@@ -197,7 +197,7 @@ class DecodeService:
                 self.scheduler.num_tokens - num_before,
                 int(output.elapsed_s * 1e9),
             )
-            for num_drafted, num_accepted in self.scheduler.take_verified():
+            for num_drafted, num_accepted in self.scheduler.speculation.take_verified():
                 self._metrics.verified(num_drafted, num_accepted)
             if proposal:
                 await self._wait_for_drafts()
@@ -208,7 +208,7 @@ class DecodeService:
         self._metrics.planned_drafts.set(max(s.num_drafts for s in proposal.message.slots))
         blobs = [proposal.streams.tobytes(), pack_ids(proposal.next_tokens)]
         if not self._drafts.post(self._draft, proposal.message, blobs):
-            self.scheduler.draft_gone()
+            self.scheduler.speculation.gone()
             self._answered.set()
 
     async def _wait_for_drafts(self) -> None:
@@ -331,9 +331,9 @@ class DecodeService:
         except ProtocolError as error:
             log.warning("bad Drafts", error=error.message)
             return
-        if self.scheduler.drafted(body.step, body.counts, ids):
-            self.scheduler.depth.drafted(len(ids), (now_ms() - self._proposed_ms) / 1e3)
-        if not self.scheduler.is_draft_due:
+        if self.scheduler.speculation.answered(body.step, body.counts, ids):
+            self.scheduler.speculation.depth.drafted(len(ids), (now_ms() - self._proposed_ms) / 1e3)
+        if not self.scheduler.speculation.is_due:
             self._answered.set()
             self._wake.set()  # pages may have come out of quarantine
 
@@ -363,8 +363,8 @@ class DecodeService:
             key=lambda p: (p.instance.rpartition("-")[2] != number, p.instance),
         )
         self._draft = candidates[0].incarnation if candidates else ""
-        self.scheduler.has_draft = bool(self._draft)
-        self.scheduler.draft_gone()
+        self.scheduler.speculation.has_draft = bool(self._draft)
+        self.scheduler.speculation.gone()
         self._answered.set()
 
     async def _attach(self, peer: Peer) -> None:

@@ -80,7 +80,7 @@ def test_every_stream_is_exact_in_any_order_of_events(seed: int) -> None:
         c.run()
         for job in c.jobs.values():
             check(job)
-        assert c.decode.num_accepted > 20
+        assert c.decode.speculation.num_accepted > 20
         c.settle()
 
 
@@ -94,7 +94,7 @@ def test_speculation_does_not_change_tokens(num_drafts: int) -> None:
         c.run()
         for job in c.jobs.values():
             check(job)
-        assert (c.decode.num_drafted > 0) == (num_drafts > 0)
+        assert (c.decode.speculation.num_drafted > 0) == (num_drafts > 0)
         c.settle()
 
 
@@ -280,18 +280,18 @@ def test_draft_death_changes_nothing() -> None:
         while not c._proposal:
             c.step()
         c._proposal = None  # never answered
-        num = c.decode.num_drafted
+        num = c.decode.speculation.num_drafted
         for _ in range(60):
             c.step()
-        assert c.decode.num_drafted - num <= 3  # k = 0 while it is silent
-        c.decode.has_draft = False
-        c.decode.draft_gone()
+        assert c.decode.speculation.num_drafted - num <= 3  # k = 0 while it is silent
+        c.decode.speculation.has_draft = False
+        c.decode.speculation.gone()
         for _ in range(30):
             c.step()
-        c.decode.has_draft = True  # it is back
+        c.decode.speculation.has_draft = True  # it is back
         c.run()
         check(job)
-        assert c.decode.num_drafted > num
+        assert c.decode.speculation.num_drafted > num
         c.settle()
 
 

@@ -135,7 +135,7 @@ class Cluster:
             ),
             depth,
         )
-        self.decode.has_draft = True
+        self.decode.speculation.has_draft = True
         self.prefill.peers({"d1"})
         self.decode.peers({"prefill-0": "p1"})
         self.sampler = Sampler(shape.vocab_size, shape.eos_token_id)
@@ -350,7 +350,9 @@ class Cluster:
         plan = self._decode_step
         assert plan
         self._decode_step = None
-        output = execute_decode(self.decode_engine, self.sampler, plan, None, self.decode.has_draft)
+        output = execute_decode(
+            self.decode_engine, self.sampler, plan, None, self.decode.speculation.has_draft
+        )
         proposal = self.decode.apply(output)
         if proposal:
             self._proposal = proposal
@@ -410,7 +412,7 @@ class Cluster:
         drafts = self.draft.propose("d1", slots)
         self.num_drafted += sum(map(len, drafts))
         ids = array("i", [t for some in drafts for t in some])
-        self.decode.drafted(proposal.message.step, [len(d) for d in drafts], ids)
+        self.decode.speculation.answered(proposal.message.step, [len(d) for d in drafts], ids)
 
 
 def _call(pop: Callable[[], Callable[[], None]]) -> None:
