@@ -64,8 +64,8 @@ $(VENV)/.venv:
 # $(1): stamp, $(2): lock files
 define install
 	@echo "installing $(2) (minutes the first time)"
-	@$(PIP) install -q $(foreach lock,$(2),-r $(lock))
-	@$(PIP) install -q --no-deps --no-build-isolation -e .
+	@$(PIP) install -qq $(foreach lock,$(2),-r $(lock))
+	@$(PIP) install -qq --no-deps --no-build-isolation -e .
 	@touch $(1)
 endef
 

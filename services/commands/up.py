@@ -7,6 +7,7 @@ again if the set does not become ready.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import subprocess
@@ -21,11 +22,12 @@ from decant.protocol.config import Config, dump
 from decant.protocol.errors import ConfigError
 from decant.services import preflight, rundir, supervisor
 from decant.services.cli import FAILED, INTERRUPTED, NOT_READY, OK, USAGE
-from decant.services.client import Api, ApiError, figures_line
+from decant.services.client import Api, ApiError, figures_line, unix_get
 from decant.services.exits import Exit, read_exits
 from decant.services.target import key_of, run_dir_of, url_of
 
 POLL_S = 0.2
+DRAFT_WAIT_S = 20.0
 MAX_DEATHS = 3  # of one program before the set is ready
 LOAD_BYTES_PER_S = 200 << 20  # slow disk, for the deadline
 HELLO = "What is 12 + 30?"
@@ -124,6 +126,8 @@ def run(args: argparse.Namespace) -> int:
         child = supervisor.start(config, lock)
         os.close(lock)
         wait_ready(config, child, args.ready_timeout)
+        if args.hello and config.draft.enabled:
+            wait_draft(config)
         announce(config, args)
         if args.detach:
             return OK
@@ -190,6 +194,22 @@ def wait_ready(config: Config, child: subprocess.Popen[bytes], timeout_s: float)
         time.sleep(POLL_S)
 
 
+def wait_draft(config: Config) -> None:
+    """The set serves without its draft process; the figures of the hello are those with it."""
+    end = time.monotonic() + DRAFT_WAIT_S
+    progress = Progress()
+    while time.monotonic() < end:
+        try:
+            state = json.loads(unix_get(config.metrics_path("router"), "/state"))
+            if any(p["service"] == "draft" and p["is_ready"] for p in state["processes"]):
+                break
+        except (ApiError, ValueError, KeyError):
+            pass
+        progress.show("ready; waiting for draft-0")
+        time.sleep(POLL_S)
+    progress.clear()
+
+
 def check_deaths(config: Config) -> None:
     """Raises: Died for a program that refused its settings or keeps dying."""
     exits = [e for e in read_exits(config.run_dir) if not e.was_asked]
@@ -207,8 +227,6 @@ def _how(end: Exit) -> str:
 
 def last_words(path: str) -> str:
     """The last line of a log, shortened; JSON records by their event and error."""
-    import json
-
     try:
         lines = Path(path).read_text(errors="replace").strip().splitlines()
     except OSError:
