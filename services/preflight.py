@@ -1,29 +1,29 @@
 """What ``decant up`` settles and checks before it starts anything: profile, model folder, port,
 memory, shared memory. Every finding is a ConfigError of one sentence.
 
-Reads names and sizes only; the tensors themselves are checked by the engine's loader.
+Reads headers only; no tensor is read and no memory is taken.
 """
 
 from __future__ import annotations
 
-import json
 import socket
-import struct
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from decant.engine.checkpoint import Checkpoint
+from decant.engine.kv_layout import KVLayout
+from decant.engine.model_shape import ModelShape
 from decant.protocol.config import Config, build, merge
-from decant.protocol.errors import ConfigError
+from decant.protocol.errors import CheckpointError, ConfigError
 from decant.services.model_folder import SHIPPED
 from decant.services.supervisor import FOLDER
 
 DEMO_NAME = "decant-demo"
-ARCHITECTURE = "DeepseekV4ForCausalLM"
-PROCESS_BYTES = 420 << 20  # resident set of a worker without weights and pool (torch, CPU)
-LIGHT_BYTES = 110 << 20  # of router, tokenizer, gateway
+PROCESS_BYTES = 280 << 20  # resident set of a worker without weights and pool (torch, CPU)
+LIGHT_BYTES = 60 << 20  # of router, tokenizer, gateway
 MARGIN_BYTES = 64 << 20  # of /dev/shm
 
 
@@ -108,104 +108,29 @@ def check_port(host: str, port: int) -> None:
             ) from error
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model folder. Raises: ConfigError if one is missing."""
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
-            raise ConfigError(f"{index} is not an index of safetensors files") from error
-        files = [folder / str(name) for name in names]
-    else:
-        files = sorted(folder.glob("*.safetensors"))
-    missing = [f.name for f in files if not f.is_file()]
-    if missing:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise ConfigError(f"the model folder {folder} lacks {missing[0]}{more}")
-    if not files:
-        raise ConfigError(f"the model folder {folder} has no *.safetensors file")
-    return files
-
-
-def check_model(folder: Path) -> int:
-    """Check a model folder by its files and its config.json. Returns the bytes of its weights.
-
-    Raises: ConfigError.
+def check_model(folder: Path) -> tuple[ModelShape, int]:
+    """Check a model folder by its files, config.json and the names, shapes and dtypes of all
+    tensors. Returns: its shape, bytes of its weights. Raises: CheckpointError, ConfigError.
     """
-    if not folder.exists():
-        raise ConfigError(f"the model folder {folder} does not exist")
-    if not folder.is_dir():
-        raise ConfigError(f"the model path {folder} is not a folder")
-    config = read_json(folder / "config.json")
-    names = config.get("architectures") or [config.get("model_type")]
-    if ARCHITECTURE not in names and config.get("model_type") != "deepseek_v4":
-        raise ConfigError(
-            f"{folder} holds a model of kind {names[0]}; decant serves {ARCHITECTURE} only"
-        )
+    checkpoint = Checkpoint(folder)
     if not (folder / "tokenizer.json").is_file():
         raise ConfigError(f"the model folder {folder} lacks tokenizer.json")
-    files = weight_files(folder)
-    for file in files:
-        check_safetensors(file)
-    return sum(f.stat().st_size for f in files)
+    files = {entry.file for entry in checkpoint.entries.values()}
+    return checkpoint.shape, sum(file.stat().st_size for file in files)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises: ConfigError."""
-    try:
-        value = json.loads(path.read_text())
-    except FileNotFoundError as error:
-        raise ConfigError(f"the model folder {path.parent} lacks {path.name}") from error
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path} is not a JSON object")
-    return value
-
-
-def check_safetensors(path: Path) -> None:
-    """Raises: ConfigError if the file is cut short (a broken download, a Git LFS pointer)."""
-    size = path.stat().st_size
-    with open(path, "rb") as file:
-        head = file.read(8)
-        length = struct.unpack("<Q", head)[0] if len(head) == 8 else size
-        if not 2 <= length <= min(size - 8, 1 << 30):
-            raise ConfigError(f"{path} is not a safetensors file (a broken download?)")
-        try:
-            table = json.loads(file.read(length))
-            end = max(
-                (t["data_offsets"][1] for name, t in table.items() if name != "__metadata__"),
-                default=0,
-            )
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"{path} has a broken header") from error
-    if 8 + length + end != size:
-        raise ConfigError(f"{path} has {size} bytes, its header says {8 + length + end}")
-
-
-def shm_bytes(config: Config) -> int:
-    """Shared memory that the pools of all groups take, from the shape in config.json.
-
-    An estimate from above (float32 rows): per token of a page every 4th token one CSA row and one
-    indexer row, every 128th one HCA row, per slot the rings.
-    """
+def shm_bytes(config: Config, shape: ModelShape) -> int:
+    """Shared memory that the pools of all ranks take."""
     if config.device != "cpu":
         return 0
-    shape = read_json(Path(config.model.path) / "config.json")
-    layers = int(shape.get("num_hidden_layers", 1))
-    row, index = int(shape.get("head_dim", 512)), int(shape.get("index_head_dim", 128))
-    ratios = list(shape.get("compress_ratios") or [4] * layers)[: layers + 1]
-    page = sum(config.kv.page_tokens // r * (row + (index if r == 4 else 0)) for r in ratios if r)
-    window = int(shape.get("sliding_window", 128)) + config.kv.max_drafts + 1
-    state = {4: 16 * 4 * (row + index), 128: 256 * 2 * row}
-    slot = sum(window * row + state.get(r, 0) for r in ratios) + window * row
-    slot += 4 * int(shape.get("hidden_size", 0))
-    rooms = (config.prefill, config.decode)
-    return sum(4 * r.tp * (r.pages * page + r.slots * slot) for r in rooms)
+    layout = KVLayout(shape, config.kv.page_tokens)
+    return sum(
+        room.tp * (room.pages * layout.page_bytes + room.slots * layout.slot_bytes)
+        for room in (config.prefill, config.decode)
+    )
 
 
-def check_memory(config: Config, weight_bytes: int) -> None:
+def check_memory(config: Config, shape: ModelShape, weight_bytes: int) -> None:
     """Raises: ConfigError if the set cannot fit into free memory or /dev/shm."""
     if config.device != "cpu":
         return
@@ -213,7 +138,7 @@ def check_memory(config: Config, weight_bytes: int) -> None:
     if config.draft.enabled:
         ranks.append(config.draft.tp)
     # Weights stay as they are on disk or grow to bfloat16 and float32 when the loader unpacks them.
-    pool = shm_bytes(config)
+    pool = shm_bytes(config, shape)
     need = sum(ranks) * PROCESS_BYTES + len(ranks) * 4 * weight_bytes + pool
     need += (2 + config.tokenizer.instances) * LIGHT_BYTES
     free = psutil.virtual_memory().available
@@ -231,9 +156,12 @@ def check_memory(config: Config, weight_bytes: int) -> None:
         )
 
 
-def check(config: Config) -> None:
-    """All checks. Raises: ConfigError with the first finding."""
-    weight_bytes = check_model(Path(config.model.path))
+def check(config: Config) -> int:
+    """All checks. Returns: bytes of the weights. Raises: ConfigError with the first finding."""
+    try:
+        shape, weight_bytes = check_model(Path(config.model.path))
+    except CheckpointError as error:
+        raise ConfigError(f"{config.model.path}: {error.message}") from error
     check_port(config.gateway.host, config.gateway.port)
     loopback = config.gateway.host in ("localhost", "::1") or config.gateway.host.startswith("127.")
     if not loopback and not config.gateway.keys_file:
@@ -243,4 +171,5 @@ def check(config: Config) -> None:
         )
     if config.gateway.keys_file and not Path(config.gateway.keys_file).is_file():
         raise ConfigError(f"gateway.keys_file {config.gateway.keys_file} does not exist")
-    check_memory(config, weight_bytes)
+    check_memory(config, shape, weight_bytes)
+    return weight_bytes

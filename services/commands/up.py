@@ -115,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
     lock = rundir.lock(run_dir)
     if found := rundir.sweep(config):
         print(f"removed what an earlier set left in {run_dir}: {found}", file=sys.stderr)
-    preflight.check(config)
+    weight_bytes = preflight.check(config)
     path = run_dir / supervisor.CONFIG_NAME
     path.write_text(dump(config))
     path.chmod(0o600)
@@ -125,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         child = supervisor.start(config, lock)
         os.close(lock)
-        wait_ready(config, child, args.ready_timeout)
+        wait_ready(config, child, args.ready_timeout or 180.0 + weight_bytes / LOAD_BYTES_PER_S)
         if args.hello and config.draft.enabled:
             wait_draft(config)
         announce(config, args)
@@ -168,8 +168,6 @@ def _stop(config: Config, child: subprocess.Popen[bytes] | None, code: int) -> i
 
 def wait_ready(config: Config, child: subprocess.Popen[bytes], timeout_s: float) -> None:
     """Until /ready says yes. Raises: Died with the sentence that tells why not."""
-    size = sum(f.stat().st_size for f in preflight.weight_files(Path(config.model.path)))
-    timeout_s = timeout_s or 180.0 + size / LOAD_BYTES_PER_S
     end = time.monotonic() + timeout_s
     progress = Progress()
     progress.show("starting")

@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import socket
-import struct
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from decant.services import cli
+from decant.services import cli, preflight
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -26,15 +26,11 @@ def short_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def model_dir(tmp_path: Path) -> Path:
-    """A folder that passes the checks by name: config, tokenizer, one empty tensor file."""
+    """A copy of the model folder that ships."""
     folder = tmp_path / "model"
     folder.mkdir()
-    (folder / "config.json").write_text(
-        json.dumps({"architectures": ["DeepseekV4ForCausalLM"], "num_hidden_layers": 2})
-    )
-    (folder / "tokenizer.json").write_text("{}")
-    header = json.dumps({"a": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}}).encode()
-    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        shutil.copyfile(preflight.demo_folder() / name, folder / name)
     return folder
 
 
@@ -119,23 +115,33 @@ def test_run_dir_in_use(
     assert code == 2 and str(short_dir) in one_sentence(err)
 
 
+def edit(folder: Path, **changes: object) -> None:
+    """Change config.json."""
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
 @pytest.mark.parametrize(
     ("spoil", "word"),
     [
-        (lambda d: d.joinpath("config.json").unlink(), "config.json"),
-        (lambda d: d.joinpath("config.json").write_text("{"), "JSON"),
-        (lambda d: d.joinpath("config.json").write_text("[]"), "object"),
-        (lambda d: d.joinpath("config.json").write_text('{"architectures": ["LlamaForCausalLM"]}'),
-         "LlamaForCausalLM"),
-        (lambda d: d.joinpath("tokenizer.json").unlink(), "tokenizer.json"),
-        (lambda d: d.joinpath("model.safetensors").unlink(), "safetensors"),
-        (lambda d: d.joinpath("model.safetensors").write_text("version https://git-lfs"), "broken"),
-        (lambda d: d.joinpath("model.safetensors").write_bytes(
-            d.joinpath("model.safetensors").read_bytes()[:-1]), "bytes"),
-        (lambda d: d.joinpath("model.safetensors.index.json").write_text(
-            '{"weight_map": {"a": "model-00001-of-00002.safetensors"}}'), "model-00001"),
+        (lambda d: (d / "config.json").unlink(), "config.json"),
+        (lambda d: (d / "config.json").write_text("{"), "config.json"),
+        (lambda d: (d / "config.json").write_text("[]"), "config.json"),
+        (lambda d: edit(d, model_type="llama"), "llama"),
+        (lambda d: edit(d, vocab_size=77), "embed"),
+        (lambda d: edit(d, dspark_layers=3), "0731"),
+        (lambda d: (d / "tokenizer.json").unlink(), "tokenizer.json"),
+        (lambda d: (d / "model.safetensors").unlink(), "safetensors"),
+        (lambda d: (d / "model.safetensors").write_text("version https://git-lfs"), "complete"),
+        (lambda d: os.truncate(d / "model.safetensors", 20_000_000), "cut short"),
+        (
+            lambda d: (d / "model.safetensors.index.json").write_text(
+                '{"weight_map": {"a": "model-00001-of-00002.safetensors"}}'
+            ),
+            "model-00001",
+        ),
     ],
-)  # fmt: skip
+)
 def test_wrong_model_folder(
     spoil: object, word: str, model_dir: Path, short_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
