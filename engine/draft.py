@@ -55,7 +55,7 @@ class CpuDraftEngine:
         if not live:
             return drafts
         rows = [SlotRows(s.slot, s.start, s.next_tokens, ()) for s in slots]
-        given = [torch.from_numpy(s.streams) for s in slots]
+        given = [torch.tensor(s.streams) for s in slots]  # copied: frames are read-only
         streams, size = self.forward(pool, slots, rows, given)
         at = [i * size + len(s.next_tokens) - 1 for i, s in enumerate(slots)]
         for depth in range(max(s.num_drafts for s in slots)):

@@ -177,7 +177,7 @@ class Gateway:
             facts["error"] = getattr(error, "code", type(error).__name__)
             if status != 499:
                 self._metrics.failures.labels(facts["error"]).inc()
-        if facts or status >= 400:
+        if facts or (status >= 400 and route != "/ready"):  # 503 while it is polled at start
             log.info(
                 "request",
                 rid=request[REQUEST_ID],
