@@ -32,11 +32,17 @@ from decant.engine.decode_batch import (
 from decant.engine.handoff import Pull
 from decant.engine.interface import PrefillChunk, SlotRows, StepPlan
 from decant.engine.kv_pages import Books, pages_for
-from decant.engine.reservation import fork, make_lane, max_length, refusal
+from decant.engine.reservation import fork, make_lane, malformed, max_length, refusal
 from decant.engine.sampler import Draw
 from decant.engine.sequence import Lane, Request, Sequence, SequenceOwner
 from decant.engine.speculation import Speculation
-from decant.protocol.errors import DeadlineExceeded, EngineError, HandoffError, OutOfPages
+from decant.protocol.errors import (
+    DeadlineExceeded,
+    EngineError,
+    HandoffError,
+    OutOfPages,
+    ProtocolError,
+)
 from decant.protocol.messages import (
     Cancel,
     Cancelled,
@@ -131,6 +137,12 @@ class DecodeScheduler:
             request = None
         if request and message.lane in request.lanes:
             self._tell(Reserved(*key))
+            return
+        wrong = malformed(self.limits, message, ids)
+        if wrong:
+            if request:
+                self._drop(request)
+            self._tell(Lost(*key, reason=wrong, code=ProtocolError.code))
             return
         why, text = "draining", "this decode process is draining"
         if not self.is_draining:

@@ -178,12 +178,11 @@ class PrefillScheduler:
             why = "the prefill queue is full"
         elif not ids or len(ids) > limits.max_context or not _fits(ids, limits):
             why, code = f"a sequence of {len(ids)} tokens does not fit", ContextTooLong.code
-        if why:
-            self._tell(Lost(*key, reason=why, code=code))
-            return
         self._order += 1
         offer = Offer(key, self._epoch, limits.page_tokens, len(ids))
-        self.lanes[key] = Lane(message, ids, self._order, now_ms, offer)
+        lane = self.lanes[key] = Lane(message, ids, self._order, now_ms, offer)
+        if why:
+            self._lose(lane, why, code)
 
     def cancel(self, message: Cancel) -> None:
         """Stop and withdraw everything of this attempt and older ones; always answered."""
@@ -218,8 +217,8 @@ class PrefillScheduler:
         for lane in list(self.lanes.values()):
             if lane.message.decode_incarnation not in decodes:
                 lane.offer.close()
-                self._drop(lane, "decode is gone")
-                self._tell(Lost(*lane.key, reason="the decode process is gone"))
+                if not lane.is_dropped:
+                    self._lose(lane, "the decode process is gone")
 
     def reset(self) -> None:
         """Another router: it knows none of our work."""
@@ -230,18 +229,24 @@ class PrefillScheduler:
     def hand_back(self, reason: str) -> None:
         """The drain time is over: the router shall resume the rest elsewhere."""
         for lane in list(self.lanes.values()):
-            if lane.offer.state is OfferState.OPEN:
-                self._drop(lane, reason)
-                self._tell(Lost(*lane.key, reason=reason))
+            if lane.offer.state is OfferState.OPEN and not lane.is_dropped:
+                self._lose(lane, reason)
 
     def tick(self, now_ms: float) -> None:
         """Deadlines of lanes that are not complete. Call at least once a second."""
         for lane in list(self.lanes.values()):
             deadline = lane.message.deadline_ms
-            if deadline and now_ms > deadline and lane.offer.state is OfferState.OPEN:
-                self._drop(lane, "deadline")
-                code = DeadlineExceeded.code
-                self._tell(Lost(*lane.key, reason="the deadline passed", code=code))
+            is_open = lane.offer.state is OfferState.OPEN and not lane.is_dropped
+            if deadline and now_ms > deadline and is_open:
+                self._lose(lane, "the deadline passed", DeadlineExceeded.code)
+
+    def _lose(self, lane: Lane, reason: str, code: str = "") -> None:
+        """Let go of the whole attempt, as Lost means it."""
+        message = lane.message
+        for other in list(self.lanes.values()):
+            if (other.message.request_id, other.message.attempt) == lane.key[:2]:
+                self._drop(other, reason)
+        self._tell(Lost(message.request_id, message.attempt, message.lane, reason, code))
 
     def _drop(self, lane: Lane, reason: str) -> int:
         """Free a lane; quarantine what decode may still read or the running step writes."""

@@ -7,6 +7,7 @@ the lane is admitted.
 
 from __future__ import annotations
 
+import math
 from array import array
 
 from decant.engine.decode_batch import Limits
@@ -28,15 +29,32 @@ def pages_at_start(limits: Limits, message: Reserve, num_ids: int) -> int:
     return pages_for(length, limits.page_tokens)
 
 
+def malformed(limits: Limits, message: Reserve, ids: array[int]) -> str:
+    """What is wrong with a reservation that no correct gateway and router send, or ""."""
+    s, choices = message.sampling, message.choices
+    numbers = (s.temperature, s.top_p, s.min_p, s.presence_penalty, s.frequency_penalty)
+    if not choices or len(set(choices)) != len(choices) or min(choices) < 0:
+        return f"choices {choices}"
+    if message.lane != min(choices) or not 0 < message.num_prompt_tokens <= len(ids):
+        return f"lane {message.lane}, {message.num_prompt_tokens} prompt tokens of {len(ids)}"
+    if min(ids) < 0 or max(ids) >= limits.vocab_size:
+        return f"a token id is outside the vocabulary of {limits.vocab_size}"
+    if not all(math.isfinite(x) for x in (*numbers, *s.logit_bias.values())):
+        return "a sampling parameter is not finite"
+    if s.temperature < 0 or not (0 < s.repetition_penalty < math.inf) or s.max_tokens < 0:
+        return "a sampling parameter is out of range"
+    if any(not 0 <= t < limits.vocab_size for t in (*s.logit_bias, *s.stop_token_ids)):
+        return "logit_bias or stop_token_ids name a token outside the vocabulary"
+    return ""
+
+
 def refusal(
     limits: Limits, books: Books, num_running: int, message: Reserve, ids: array[int]
 ) -> tuple[str, str]:
     """Why a lane cannot be reserved (reason and sentence of Refused), or two empty strings."""
     num = len(message.choices)
-    if not num or not ids or len(ids) > limits.max_context:
+    if len(ids) > limits.max_context:
         return "too_large", f"{len(ids)} tokens do not fit a context of {limits.max_context}"
-    if min(ids) < 0 or max(ids) >= limits.vocab_size:
-        return "too_large", f"a token id is outside the vocabulary of {limits.vocab_size}"
     shared, longest = len(ids) // limits.page_tokens, max_length(limits, message)
     at_end = pages_for(max(longest, len(ids)), limits.page_tokens)
     most = shared + num * (at_end - shared)

@@ -307,8 +307,10 @@ class DecodeService:
         if envelope.header.incarnation != peer.incarnation:
             return  # its successor on the same endpoint, which Peers will name soon
         if isinstance(body, KVReady):
-            if body.epoch != peer.pools[0].epoch:
-                gone = KVGone(body.request_id, body.attempt, body.lane, "another pool")
+            pool = peer.pools[0]
+            is_ours = body.epoch == pool.epoch and -1 <= body.slot < pool.num_slots
+            if not is_ours or not all(0 <= page < pool.num_pages for page in body.pages):
+                gone = KVGone(body.request_id, body.attempt, body.lane, "pages of another pool")
                 self.scheduler.kv_gone(peer.incarnation, gone)
             else:
                 self.scheduler.kv_ready(peer.incarnation, body, now_ms())
@@ -341,7 +343,7 @@ class DecodeService:
         def of(service: str) -> list[Peer]:
             return [p for p in peers.peers if p.service == service]
 
-        new, gone = self._prefills.follow(of("prefill"))
+        new, gone = self._prefills.follow(p for p in of("prefill") if p.pools)
         # In the copying thread: after the copies under way, before those to come.
         for peer in gone:
             self._tasks.create_task(self.copies.run(self.engine.detach, peer.incarnation))

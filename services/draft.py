@@ -34,18 +34,22 @@ MAX_WAITING = 64  # proposals; a decode has one in flight
 log = structlog.get_logger()
 
 
-def draft_slots(envelope: Envelope, max_drafts: int) -> list[DraftSlot]:
+def draft_slots(envelope: Envelope, max_drafts: int, num_slots: int) -> list[DraftSlot]:
     """A Propose with its arrays. Raises: ProtocolError if they do not fit together."""
     body, blobs = envelope.body, envelope.blobs
     assert isinstance(body, Propose)
     num_rows = sum(slot.num_rows for slot in body.slots)
-    if len(blobs) != 2 or any(slot.num_rows < 1 or slot.slot < 0 for slot in body.slots):
-        raise ProtocolError("Propose has two blobs, and at least one row a slot")
+    if len(blobs) != 2 or any(
+        slot.num_rows < 1 or not 0 <= slot.slot < num_slots or slot.start < 0 or slot.num_drafts < 0
+        for slot in body.slots
+    ):
+        raise ProtocolError("Propose has two blobs, at least one row a slot, and known slots")
     tokens = unpack_ids(blobs[1])
     row_bytes, rest = divmod(len(blobs[0]), max(num_rows, 1))
     if len(tokens) != num_rows or rest or row_bytes % (4 * HC_MULT):
         raise ProtocolError(f"{num_rows} rows with {len(blobs[0])} bytes, {len(tokens)} tokens")
-    streams = np.frombuffer(blobs[0], np.float32).reshape(num_rows, HC_MULT, -1)
+    # NOTE: a copy, since the frame is read-only memory and engines want to own what they get.
+    streams = np.frombuffer(blobs[0], np.float32).reshape(num_rows, HC_MULT, -1).copy()
     result, at = [], 0
     for slot in body.slots:
         end = at + slot.num_rows
@@ -79,7 +83,7 @@ class DraftService:
         self.sender = Sender(instance)
         self.num_steps = 0
         self.is_busy = False
-        self._attached: set[str] = set()  # decode incarnations
+        self._attached: dict[str, int] = {}  # decode incarnations, with their number of slots
         self._waiting: asyncio.Queue[Envelope] = asyncio.Queue(MAX_WAITING)
         self._socket = RouterSocket(self.sender, config.endpoint(instance))
         hello = Hello(
@@ -137,10 +141,12 @@ class DraftService:
             began_ns = time.monotonic_ns()
             if peer in self._attached:
                 try:
-                    slots = draft_slots(envelope, self.engine.max_drafts)
+                    num_slots = self._attached[peer]
+                    slots = draft_slots(envelope, self.engine.max_drafts, num_slots)
                     drafts = await self.thread.run(self.engine.propose, peer, slots)
-                except ProtocolError as error:
-                    log.warning("bad Propose", error=error.message)
+                except (ProtocolError, ValueError, IndexError) as error:
+                    # NOTE: decode goes on without drafts: a bad proposal costs nothing but speed.
+                    log.warning("bad Propose", error=str(error))
             ids = array("i", [token for some in drafts for token in some])
             self.num_steps += 1
             self._metrics.propose(len(drafts), len(ids), time.monotonic_ns() - began_ns)
@@ -154,14 +160,14 @@ class DraftService:
 
     async def _on_peers(self, peers: Peers) -> None:
         decodes = {p.incarnation: p for p in peers.peers if p.service == "decode"}
-        for gone in self._attached - set(decodes):
-            self._attached.discard(gone)
+        for gone in set(self._attached) - set(decodes):
+            del self._attached[gone]
             await self.thread.run(self.engine.detach, gone)
         for incarnation, peer in decodes.items():
             if incarnation not in self._attached and peer.pools:
                 try:
                     await self.thread.run(self.engine.attach, incarnation, peer.pools)
-                    self._attached.add(incarnation)
+                    self._attached[incarnation] = peer.pools[0].num_slots
                 except HandoffError as error:
                     log.warning("cannot map", peer=peer.instance, error=error.message)
 

@@ -334,9 +334,12 @@ def test_requests_that_can_never_fit_are_refused() -> None:
         big = c.submit(Job("big", some_prompt(1, 700), Sampling(max_tokens=100)))
         wide = c.submit(Job("wide", some_prompt(1, 10), Sampling(max_tokens=1), num_choices=5))
         ids = c.submit(Job("ids", [3, 48], Sampling(max_tokens=1)))
+        bias = c.submit(Job("bias", [3], Sampling(logit_bias={48: 1.0})))
+        nan = c.submit(Job("nan", [3], Sampling(temperature=float("nan"))))
         fits = c.submit(Job("fits", some_prompt(1, 600), Sampling(max_tokens=100)))
         c.run()
-        assert [big.failed, wide.failed, ids.failed, fits.failed] == ["too_large"] * 3 + [""]
+        assert [big.failed, wide.failed, fits.failed] == ["too_large", "too_large", ""]
+        assert [ids.failed, bias.failed, nan.failed] == ["protocol_error"] * 3
         check(fits)
         c.settle()
 
