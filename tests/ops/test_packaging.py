@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -47,8 +48,8 @@ def test_no_init_files() -> None:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Names in a wheel that is built from the tree as it is."""
+def wheel_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel that is built from the tree as it is."""
     out = tmp_path_factory.mktemp("wheel")
     source = out / "source"
     source.mkdir()
@@ -66,7 +67,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     (file,) = out.glob("decant-*.whl")
-    with zipfile.ZipFile(file) as archive:
+    return file
+
+
+@pytest.fixture(scope="module")
+def wheel(wheel_file: Path) -> list[str]:
+    """The names in it."""
+    with zipfile.ZipFile(wheel_file) as archive:
         return archive.namelist()
 
 
@@ -79,6 +86,27 @@ def test_wheel_has_every_module_and_data_file(wheel: list[str]) -> None:
 def test_wheel_has_the_command(wheel: list[str]) -> None:
     assert any(name.endswith("entry_points.txt") for name in wheel)
     assert not [n for n in wheel if n.endswith("__init__.py") or "/tests/" in n]
+
+
+def test_the_wheel_works_outside_the_repository(
+    wheel_file: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Unpacked elsewhere it finds its profiles and its model: up gets as far as the port."""
+    with zipfile.ZipFile(wheel_file) as archive:
+        archive.extractall(tmp_path / "site")
+    run_dir = tmp_path_factory.mktemp("r")  # a short name
+    code = (
+        "from decant.services import cli, preflight\n"
+        "assert 'site' in str(preflight.demo_folder()), preflight.demo_folder()\n"
+        "raise SystemExit(cli.main(['up', '--port', '1', '--host', '192.0.2.1',"
+        f" '--run-dir', {str(run_dir)!r}]))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], cwd=tmp_path, capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "site")}, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert "cannot listen on 192.0.2.1" in done.stderr
 
 
 LIGHT = [
