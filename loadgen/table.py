@@ -85,6 +85,11 @@ def number(value: float | None, digits: int = 1) -> str:
     return "-" if value is None else f"{value:,.{digits}f}"
 
 
+def short(value: float) -> str:
+    """About four digits, so that a row fits into 80 columns."""
+    return number(value, 2 if value < 100 else 1 if value < 1000 else 0)
+
+
 def show(summary: dict[str, Any], console: Console) -> None:
     """The run's tables."""
     requests = summary["requests"]
@@ -141,9 +146,9 @@ def show(summary: dict[str, Any], console: Console) -> None:
     for key, title in LATENCIES:
         found = summary["latency_ms"].get(key)
         if found and found["count"]:
-            latency.add_row(title, *(number(found[c], 2) for c in columns))
+            latency.add_row(title, *(short(found[c]) for c in columns))
     for stage, found in summary.get("stages_ms", {}).items():
-        latency.add_row(f"stage: {stage}", *(number(found[c], 2) for c in columns))
+        latency.add_row(f"stage: {stage}", *(short(found[c]) for c in columns))
     console.print(latency)
     for error in summary["errors"]:
         console.print(f"[red]{error['count']} x[/red] {error['error']}", markup=True)

@@ -62,8 +62,8 @@ def join(pages: Mapping[str, str | None], compat: str = "", model: str = "") -> 
         for i, page in pages.items()
     ]
     lines = []
-    for family, found in samples.items():
-        lines += [*heads.get(family, []), *found]
+    for family in dict.fromkeys([*heads, *samples]):
+        lines += [*heads.get(family, []), *samples.get(family, [])]
     if compat:
         lines += aliases(lines, compat, model)
     return "\n".join(lines) + "\n"

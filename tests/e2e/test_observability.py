@@ -1,0 +1,95 @@
+"""Seeing the real set run: metrics of every panel and rule, the load generator, top."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+from real_set import RealSet, decant
+
+from decant.services import grafana
+
+pytestmark = pytest.mark.e2e
+RULES = Path(__file__).parents[2] / "supervisord" / "prometheus" / "rules.yml"
+
+
+def page(real_set: RealSet, query: str = "") -> str:
+    status, text = real_set.api.call("GET", f"/metrics{query}")
+    assert status == 200 and isinstance(text, str)
+    return text
+
+
+def names_of(text: str) -> set[str]:
+    """Every name that a query may use. A counter that has counted nothing yet has no sample, but
+    its head says that it exists.
+    """
+    found = set()
+    for family in text_string_to_metric_families(text):
+        found.add(family.name)
+        if family.type == "counter":
+            found.add(f"{family.name}_total")
+        if family.type == "histogram":
+            found |= {f"{family.name}_{part}" for part in ("bucket", "sum", "count")}
+    return found
+
+
+def test_every_metric_of_panels_and_rules_exists(real_set: RealSet) -> None:
+    real_set.api.chat([{"role": "user", "content": "hello"}], lambda *_: None, max_tokens=8)
+    known = names_of(page(real_set)) | {"ALERTS"}
+    asked = {
+        name: metric
+        for name in grafana.DASHBOARDS
+        for panel in grafana.dashboard(name)["panels"]
+        for target in panel["targets"]
+        for metric in grafana.metrics_of(target["expr"])
+    }
+    missing = {f"{board}: {metric}" for board, metric in asked.items() if metric not in known}
+    for group in yaml.safe_load(RULES.read_text())["groups"]:
+        for rule in group["rules"]:
+            for metric in grafana.metrics_of(rule["expr"]) - known:
+                missing.add(f"{rule['alert']}: {metric}")
+    assert missing == set()
+
+
+@pytest.mark.parametrize("compat", ["vllm", "sglang"])
+def test_pages_for_other_dashboards_are_valid(real_set: RealSet, compat: str) -> None:
+    text = page(real_set, f"?compat={compat}")
+    families = [f.name for f in text_string_to_metric_families(text)]
+    assert len(families) == len(set(families))
+    assert f"{compat}:time_to_first_token_seconds" in families
+
+
+def test_bench_explains_the_run(real_set: RealSet, tmp_path: Path) -> None:
+    """Counts, stages, acceptance, correctness under load and the page balance."""
+    path = tmp_path / "run.json"
+    done = decant(
+        *("bench", "--run-dir", str(real_set.run_dir), "--num", "6", "--rate", "2"),
+        *("--input-len", "60", "--output-len", "16", "--ignore-eos", "--content", "code,prose"),
+        *("--cancel-share", "0.2", "--check", "2", "--json", str(path)),
+        *("--html", str(tmp_path / "run.html")),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr + real_set.logs()
+    found: dict[str, Any] = json.loads(path.read_text())
+    requests = found["requests"]
+    assert requests["ok"] + requests["cancelled"] == 6 and requests["without_usage"] == 0
+    assert found["output_tokens"]["min"] == found["output_tokens"]["max"] == 16
+    assert {"queue", "reserve", "prefill", "handoff", "decode"} <= set(found["stages_ms"])
+    assert found["handoff_share_of_ttft"]["count"] == requests["ok"]
+    assert found["acceptance"]["all"]["length"] >= 1
+    assert found["correctness"] == {"checked": 2, "different": 0, "examples": []}
+    assert found["pages"]["leaked"] == 0
+
+
+def test_top_shows_the_set(real_set: RealSet) -> None:
+    done = decant("top", "--run-dir", str(real_set.run_dir), "--once", "--json")
+    found = json.loads(done.stdout)
+    assert found["is_ready"], found["why"]
+    instances = {p["instance"] for p in found["processes"]}
+    assert {"gateway-0", "tokenizer-0", "router-0", "prefill-0", "decode-0"} <= instances
+    assert sum(found["pages"]["decode-0"].values()) == real_set.config.decode.pages
+    text = decant("top", "--run-dir", str(real_set.run_dir), "--once").stdout
+    assert "decode-0" in text and "ready" in text
