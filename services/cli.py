@@ -28,6 +28,7 @@ COMMANDS = {  # name -> module, one line
     "status": ("status", "show the processes, readiness and pages"),
     "restart": ("restart", "drain and restart one service"),
     "top": ("top", "watch the set: rates, latencies, pages, processes"),
+    "trace": ("trace", "what happened to a request, from the logs of all processes"),
     "chat": ("chat", "ask the running set; without a prompt: a conversation"),
     "bench": ("bench", "load generator: latency, throughput, goodput, acceptance"),
     "verify": ("verify", "run fixtures through the engine and compare with expected values"),

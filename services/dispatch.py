@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import structlog
 
@@ -17,6 +18,7 @@ from decant.protocol import messages as m
 from decant.protocol.config import Config
 from decant.protocol.errors import InvalidRequest, NotReady, QueueFull
 from decant.protocol.wire import Envelope
+from decant.services import tracing
 from decant.services.admission import Admission, Key, Waiting
 from decant.services.canary import Canary
 from decant.services.decisions import (
@@ -42,6 +44,11 @@ LOST_PREFILL_S = 5.0  # a lane that prefill should have, while it says that it i
 PEERS_AGAIN_S = 5.0
 MAX_CLOSED = 4096  # requests remembered, so that a late copy of Generate starts nothing
 WORK = (m.Reserved, m.Refused, m.Prefilled, m.Decoding, m.Preempted, m.Finished, m.Lost)
+TOLD = (*WORK, m.Reserve, m.Prefill, m.Queued, m.AskEmitted, m.Closed)
+TOLD_FIELDS = (
+    *("attempt", "lane", "choice", "reason", "num_cached_tokens", "num_handoff_bytes"),
+    *("num_output_tokens", "num_resumes", "stages_ms"),
+)
 FULL = "the queue is full"
 WORKERS = ("prefill", "decode")
 
@@ -222,6 +229,7 @@ class Dispatcher:
         if record is not None:
             if isinstance(body, m.Refused):
                 self._refused(ref, body, now)
+            self._tell(record, body, who=member.instance)
             self._do(record, record.heard(ref, body, now), now)
         elif isinstance(body, WORK):
             # Of a request that is closed or that an earlier router knew: nobody wants it.
@@ -334,6 +342,9 @@ class Dispatcher:
 
     def _start(self, record: Record, now: float) -> None:
         self.records[record.request_id] = record
+        if not record.is_canary:
+            trace = tracing.trace_id(record.traceparent)
+            log.info("generate", rid=record.request_id, attempt=record.attempt, trace=trace)
         if record.attempt > 1:
             workers = [
                 Ref(x.instance, x.incarnation)
@@ -352,10 +363,13 @@ class Dispatcher:
                     member = self.membership.get(record.gateway)
                     if member is not None:
                         self._send_to(member, body, blobs)
+                    self._tell(record, body)
                 case ToWorker(worker, body, blobs):
                     member = self.membership.get(worker.incarnation)
                     if member is not None and member.health is not Health.FENCED:
                         self._send_to(member, body, blobs)
+                        if isinstance(body, m.Reserve | m.Prefill):
+                            self._tell(record, body, to=worker.instance)
                 case Enqueue():
                     self._enqueue(record, decision)
                 case Dequeue():
@@ -372,6 +386,13 @@ class Dispatcher:
                         log.info(what, rid=record.request_id, attempt=record.attempt, why=labels)
         if record.state is State.CLOSED:
             self._forget(record)
+
+    def _tell(self, record: Record, body: m.Message, **more: str) -> None:
+        """One line of log per change of a request's state: what ``decant trace`` reads."""
+        if record.is_canary or not isinstance(body, TOLD):
+            return
+        facts: dict[str, Any] = {k: getattr(body, k) for k in TOLD_FIELDS if hasattr(body, k)}
+        log.info(_name(body), rid=record.request_id, **more, **facts)
 
     def _enqueue(self, record: Record, wanted: Enqueue) -> None:
         key = Key(record.request_id, wanted.lane)

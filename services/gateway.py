@@ -21,7 +21,7 @@ from decant.protocol.config import Config
 from decant.protocol.errors import ConfigError, DecantError, NotReady, QueueFull
 from decant.protocol.messages import Heartbeat
 from decant.protocol.wire import Sender
-from decant.services import metrics, metrics_page, model_folder, process
+from decant.services import metrics, metrics_page, model_folder, process, tracing
 from decant.services.api import (
     chat,
     completions,
@@ -41,6 +41,7 @@ from decant.services.api.context import (
     REQUEST_ID,
     START_S,
     TENANT,
+    TRACE,
 )
 from decant.services.api.errors import ApiError
 from decant.services.api.generation import Backend, Generation, Job
@@ -74,6 +75,7 @@ class Gateway:
         self.checker = Checker(self._model.tokenizer_path, self._model.vocab_size)
         self._backend = Backend(config.gateway, self._model, client, self._metrics, self.checker)
         self._keys = Keys(config.gateway)
+        self.spans = tracing.Spans(instance, process.build())
         Gauge("decant_ready", "Admission is open", registry=self.registry).set_function(
             lambda: client.is_ready
         )
@@ -117,6 +119,8 @@ class Gateway:
         given = request.headers.get("X-Request-Id", "")
         request[REQUEST_ID] = given if _REQUEST_ID.match(given) else new_request_id()
         request[START_S] = time.monotonic()
+        request[TRACE] = tracing.follow(request.headers.get("traceparent", ""))
+        tracing.traceparent.set(request[TRACE])
         status = 499
         try:
             try:
@@ -181,10 +185,31 @@ class Gateway:
             log.info(
                 "request",
                 rid=request[REQUEST_ID],
+                trace=tracing.trace_id(request[TRACE]),
                 route=route,
                 status=status,
                 ms=round((now - start_s) * 1e3, 2),
                 **facts,
+            )
+        if self.spans.is_on and "id" in facts:
+            end_ns = time.time_ns()
+            self.spans.request(
+                request.headers.get("traceparent", ""),
+                request[TRACE],
+                end_ns - round((now - start_s) * 1e9),
+                end_ns,
+                max(g.encode_ms for g in request[GENERATIONS]),
+                facts.get("stages_ms", {}),
+                {
+                    "gen_ai.request.model": self._model.name,
+                    "gen_ai.usage.input_tokens": facts["prompt_tokens"],
+                    "gen_ai.usage.output_tokens": facts["completion_tokens"],
+                    "http.route": route,
+                    "http.response.status_code": status,
+                    "decant.request_id": request[REQUEST_ID],
+                    "decant.resumes": facts.get("resumes", 0),
+                },
+                facts.get("error", ""),
             )
 
     # ---- bodies ------------------------------------------------------------------------------
@@ -424,6 +449,7 @@ async def main(config: Config, instance: str) -> None:
     finally:
         await runner.cleanup()
         await gateway.checker.close()
+        await asyncio.to_thread(gateway.spans.close)
 
 
 if __name__ == "__main__":

@@ -61,9 +61,11 @@ class RouterLink:
         """Live processes of a service."""
         return [p for p in self.peers.peers if p.service == service]
 
-    async def send(self, body: Message, blobs: Sequence[bytes | memoryview] = ()) -> None:
+    async def send(
+        self, body: Message, blobs: Sequence[bytes | memoryview] = (), traceparent: str = ""
+    ) -> None:
         """Raises: PeerGone if the router is away for longer than the send timeout."""
-        await self._socket.send(body, blobs)
+        await self._socket.send(body, blobs, traceparent)
 
     def renew(self) -> None:
         """Introduce ourselves again (``hello`` changed), soon."""

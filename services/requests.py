@@ -29,6 +29,7 @@ from decant.protocol import messages as m
 from decant.protocol.config import Config
 from decant.protocol.errors import NotReady
 from decant.protocol.wire import Envelope, Sender, pack_ids, unpack_ids
+from decant.services import tracing
 from decant.services.link import RouterLink
 from decant.services.sockets import Outbox
 from decant.services.streams import (
@@ -161,11 +162,12 @@ class RequestClient:
         with ``generate`` or ``discard``.
         """
         encode = m.Encode(request_id, 1, kind, prompt, output, count_only)
-        envelope, tokenizer = await self._tokenizers.ask(request_id, encode, (), timeout_s)
+        trace = tracing.traceparent.get()
+        envelope, tokenizer = await self._tokenizers.ask(request_id, encode, (), timeout_s, trace)
         if isinstance(envelope.body, m.Failed):
             raise RequestFailed(envelope.body)
         ids = unpack_ids(envelope.blobs[0] if envelope.blobs else b"")
-        result = Prompt(request_id, ids, output)
+        result = Prompt(request_id, ids, output, trace)
         if not count_only:
             self._streams[request_id] = stream = Stream(self, result, tokenizer)
             tokenizer.num_streams += 1
@@ -262,11 +264,12 @@ class RequestClient:
             given.priority,
         )
         stream.sent_s = time.monotonic()
-        self._post(body, (pack_ids(stream.prompt.ids), b"" if is_fresh else blob))
+        ids = pack_ids(stream.prompt.ids)
+        self._post(body, (ids, b"" if is_fresh else blob), stream.prompt.traceparent)
 
-    def _post(self, body: m.Message, blobs: Sequence[bytes] = ()) -> None:
+    def _post(self, body: m.Message, blobs: Sequence[bytes] = (), traceparent: str = "") -> None:
         # What the outbox refuses is lost like any message; the sweep sends it again.
-        self._outbox.post(body, blobs)
+        self._outbox.post(body, blobs, traceparent)
 
     def _forget(self, stream: Stream) -> None:
         """The request is over for us: close its stream at the tokenizer."""

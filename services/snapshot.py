@@ -229,7 +229,7 @@ def _processes(now: Samples, state: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 async def read_state(config: Config) -> dict[str, Any]:
     """The router's /state; empty if it does not answer within a second."""
-    text = await metrics_page.read(Path(config.metrics_path("router-0")), "/state")
+    text = await metrics_page.read(Path(config.metrics_path("router")), "/state")
     try:
         found = json.loads(text or "{}")
     except ValueError:

@@ -36,6 +36,7 @@ class Prompt(NamedTuple):
     request_id: str
     ids: array[int]
     output: m.Output
+    traceparent: str = ""  # W3C trace context that its messages carry
 
 
 class Delta(NamedTuple):

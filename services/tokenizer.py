@@ -242,6 +242,7 @@ class Tokenizer:
                 self._vocabulary, peer, body.attempt, body.output
             )
         self._metrics.prompts.labels(body.kind).inc()
+        log.info("encoded", rid=body.request_id, tokens=len(ids) // 4)
         answer = m.Encoded(body.request_id, body.attempt, len(ids) // 4)
         peer.outbox.post(answer, (ids,))
 

@@ -61,7 +61,12 @@ class TokenizerLinks:
         )
 
     async def ask(
-        self, request_id: str, body: m.Message, blobs: Sequence[bytes], timeout_s: float
+        self,
+        request_id: str,
+        body: m.Message,
+        blobs: Sequence[bytes],
+        timeout_s: float,
+        traceparent: str = "",
     ) -> tuple[Envelope, TokenizerLink]:
         """Send and wait for Encoded, Text or Failed of this request.
 
@@ -76,7 +81,7 @@ class TokenizerLinks:
                     link = self.pick()
                     assert link is not None
                     answer = self._waiters[request_id] = loop.create_future()
-                    if not link.outbox.post(body, blobs):
+                    if not link.outbox.post(body, blobs, traceparent):
                         raise NotReady("the tokenizer's queue is full")
                     reader = link.tasks[1]
                     await asyncio.wait({answer, reader}, return_when=asyncio.FIRST_COMPLETED)

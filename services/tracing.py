@@ -77,12 +77,13 @@ class Spans:
 
                 exporter = OTLPSpanExporter()
         except ImportError:
-            log.warning(f"{ENDPOINT} is set, but OpenTelemetry is missing: pip install decant[otel]")
+            log.warning(f"{ENDPOINT} is set, but decant[otel] is not installed")
             return
+        ids: Any = _Ids()  # has the methods of IdGenerator, which may not be installed
         resource = Resource.create(
             {"service.name": "decant", "service.version": build, "service.instance.id": instance}
         )
-        self._provider = TracerProvider(ALWAYS_ON, resource, id_generator=_Ids())
+        self._provider = TracerProvider(ALWAYS_ON, resource, id_generator=ids)
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("decant")
 
@@ -119,6 +120,7 @@ class Spans:
         root = self._tracer.start_span(
             "request", context, SpanKind.SERVER, dict(attributes), start_time=start_ns
         )
+        _Ids.next_trace = 0  # not asked for where the client's trace goes on
         inside = trace.set_span_in_context(root)
         at_ns = start_ns
         for name, took_ms in (("tokenize", encode_ms), *stages_ms.items()):

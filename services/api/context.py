@@ -10,6 +10,7 @@ from decant.services.api.access import Key
 from decant.services.api.generation import Generation
 
 REQUEST_ID = web.RequestKey("request_id", str)
+TRACE = web.RequestKey("trace", str)  # traceparent that our messages carry
 START_S = web.RequestKey("start_s", float)
 KEY = web.RequestKey("key", Key)
 TENANT = web.RequestKey("tenant", str)

@@ -88,6 +88,7 @@ class Generation:
         self.choices = [Choice() for _ in range(job.output.num_choices)]
         self.closed: Closed | None = None
         self.max_tokens = 0
+        self.encode_ms = 0.0
         self.first_s = 0.0  # time of the first token, CLOCK_MONOTONIC
         self.request_id = new_request_id()
         self._backend, self._job, self._keeps, self._start_s = backend, job, keeps, start_s
@@ -109,7 +110,9 @@ class Generation:
         """Encode and submit. Raises: what the tokenizer or admission says, ContextTooLong."""
         client, job = self._backend.client, self._job
         grammar = await self._grammar()
+        began_s = time.monotonic()
         prompt = await client.encode(self.request_id, job.kind, job.prompt, job.output)
+        self.encode_ms = (time.monotonic() - began_s) * 1e3
         try:
             self.prompt_ids = prompt.ids
             self.usage.prompt_tokens = len(prompt.ids)

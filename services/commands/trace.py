@@ -44,9 +44,7 @@ def lines(folder: Path) -> Iterator[dict[str, Any]]:
 def find(folder: Path, rid: str) -> list[dict[str, Any]]:
     """Lines of a request in the order of time. Names that stand on one line are one request."""
     everything = [e for e in lines(folder) if any(e.get(n) for n in NAMES)]
-    wanted = {
-        str(e[n]) for e in everything for n in NAMES if str(e.get(n, "")).startswith(rid)
-    }
+    wanted = {str(e[n]) for e in everything for n in NAMES if str(e.get(n, "")).startswith(rid)}
     # the gateway's line links its own id, the router's and the trace
     for event in everything:
         names = {str(event[n]) for n in NAMES if event.get(n)}
@@ -80,7 +78,9 @@ def show(events: list[dict[str, Any]]) -> None:
             escape(more),
         )
     console.print(table)
-    stages = next((e["stages_ms"] for e in reversed(events) if e.get("stages_ms")), {})
+    stages: dict[str, float] = next(
+        (e["stages_ms"] for e in reversed(events) if e.get("stages_ms")), {}
+    )
     total = sum(stages.values())
     if total > 0:
         console.print()

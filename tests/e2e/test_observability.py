@@ -38,7 +38,8 @@ def names_of(text: str) -> set[str]:
 
 
 def test_every_metric_of_panels_and_rules_exists(real_set: RealSet) -> None:
-    real_set.api.chat([{"role": "user", "content": "hello"}], lambda *_: None, max_tokens=8)
+    hello = [{"role": "user", "content": "hello"}]
+    real_set.api.chat(hello, lambda *_: None, model=real_set.model, max_tokens=8)
     known = names_of(page(real_set)) | {"ALERTS"}
     asked = {
         name: metric
@@ -89,7 +90,7 @@ def test_top_shows_the_set(real_set: RealSet) -> None:
     found = json.loads(done.stdout)
     assert found["is_ready"], found["why"]
     instances = {p["instance"] for p in found["processes"]}
-    assert {"gateway-0", "tokenizer-0", "router-0", "prefill-0", "decode-0"} <= instances
+    assert {"gateway-0", "tokenizer-0", "router", "prefill-0", "decode-0"} <= instances
     assert sum(found["pages"]["decode-0"].values()) == real_set.config.decode.pages
     text = decant("top", "--run-dir", str(real_set.run_dir), "--once").stdout
     assert "decode-0" in text and "ready" in text

@@ -156,7 +156,7 @@ async def actors(tmp_path: Path) -> AsyncIterator[Actors]:
     app.add_routes([web.get("/state", state), web.get("/metrics", page)])
     runner = web.AppRunner(app)
     await runner.setup()
-    await web.UnixSite(runner, found.config.metrics_path("router-0")).start()
+    await web.UnixSite(runner, found.config.metrics_path("router")).start()
 
     async def act() -> None:
         while True:

@@ -75,6 +75,7 @@ class Backstage:
         self.script = Script()
         self.is_ready = True
         self.generates: list[m.Generate] = []
+        self.traces: list[str] = []  # traceparent of each
         self.prompts: list[list[int]] = []
         self.cancels: list[m.Cancel] = []
         self.base = f"http://127.0.0.1:{config.gateway.port}"
@@ -107,6 +108,7 @@ class Backstage:
                 await self._router.send(identity, m.Welcome(self._incarnation))
             elif isinstance(body, m.Generate) and body.request_id not in self._jobs:
                 self.generates.append(body)
+                self.traces.append(envelope.header.traceparent)
                 self.prompts.append(array("i", envelope.blobs[0]).tolist())
                 if self.script.fail is not None:
                     fail = self.script.fail

@@ -243,6 +243,19 @@ async def test_stream_shape(stage: Any, http: aiohttp.ClientSession) -> None:
     assert len({c["id"] for c in chunks}) == 1
 
 
+async def test_the_client_s_trace_goes_on(stage: Any, http: aiohttp.ClientSession) -> None:
+    stage.say("one" + EOS)
+    header = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    for given in (header, "nonsense"):
+        async with http.post(
+            stage.base + "/v1/chat/completions", json=chat(), headers={"traceparent": given}
+        ) as response:
+            assert response.status == 200
+    first, second = (trace.split("-") for trace in stage.traces)
+    assert first[1] == header.split("-")[1] and first[2] != header.split("-")[2]
+    assert len(second[1]) == 32 and second[1] != first[1]
+
+
 async def test_an_error_underway_goes_in_band_and_closes(
     stage: Any, http: aiohttp.ClientSession
 ) -> None:
