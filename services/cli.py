@@ -29,6 +29,7 @@ COMMANDS = {  # name -> module, one line
     "restart": ("restart", "drain and restart one service"),
     "top": ("top", "watch the set: rates, latencies, pages, processes"),
     "trace": ("trace", "what happened to a request, from the logs of all processes"),
+    "doctor": ("doctor", "is this machine fit? every finding with its fix"),
     "chat": ("chat", "ask the running set; without a prompt: a conversation"),
     "bench": ("bench", "load generator: latency, throughput, goodput, acceptance"),
     "verify": ("verify", "run fixtures through the engine and compare with expected values"),
