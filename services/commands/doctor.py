@@ -80,8 +80,9 @@ def python(config: Config) -> Iterator[Finding]:
 
 def cores(config: Config) -> Iterator[Finding]:
     have = len(os.sched_getaffinity(0))
-    rooms = [config.prefill, config.decode, *([config.draft] if config.draft.enabled else [])]
-    need = sum(room.tp * room.threads for room in rooms)
+    prefill, decode, draft = config.prefill, config.decode, config.draft
+    need = prefill.tp * prefill.threads + decode.tp * decode.threads
+    need += draft.tp * draft.threads if draft.enabled else 0
     text = f"{have} cores for {need} engine threads"
     if config.device == "cpu" and need > have + 1:
         fix = "lower prefill.threads, decode.threads or draft.threads with --set"
@@ -93,7 +94,7 @@ def cores(config: Config) -> Iterator[Finding]:
 def memory(config: Config) -> Iterator[Finding]:
     free = psutil.virtual_memory().available
     try:
-        preflight.check_memory(config, preflight.check_model(Path(config.model.path)))
+        preflight.check_memory(config, *preflight.check_model(Path(config.model.path)))
     except ConfigError as error:
         yield Finding("memory", "fail", error.message, "docs/sizing.md says what takes how much")
     else:
@@ -168,7 +169,7 @@ def run_dir(config: Config) -> Iterator[Finding]:
 def model(config: Config) -> Iterator[Finding]:
     folder = Path(config.model.path)
     try:
-        size = preflight.check_model(folder)
+        _, size = preflight.check_model(folder)
     except ConfigError as error:
         fix = "download it again, or name another folder with --model"
         yield Finding("model", "fail", error.message, fix)
