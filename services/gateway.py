@@ -7,9 +7,11 @@ pages and no tokenizer.
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -55,6 +57,7 @@ KEEP_ALIVE_S = 75.0
 LARGE_BODY_BYTES = 256 << 10  # parsed in a thread
 BODIES_IN_FLIGHT = 4  # times the largest body
 READY_WAIT_S = 5.0
+OPENAPI = Path(__file__).parent / "api" / "openapi.json"
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}\Z")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -76,6 +79,10 @@ class Gateway:
         self._backend = Backend(config.gateway, self._model, client, self._metrics, self.checker)
         self._keys = Keys(config.gateway)
         self.spans = tracing.Spans(instance, process.build())
+        self._openapi_page = json.loads(OPENAPI.read_text(encoding="utf-8"))
+        schemas = self._openapi_page["components"]["schemas"]
+        schemas["ModelName"] = {"enum": [self._model.name]}
+        schemas["TokenId"]["maximum"] = self._model.vocab_size - 1
         Gauge("decant_ready", "Admission is open", registry=self.registry).set_function(
             lambda: client.is_ready
         )
@@ -103,6 +110,7 @@ class Gateway:
             ("/health", self._health),
             ("/ready", self._ready),
             ("/version", self._version),
+            ("/openapi.json", self._openapi),
             ("/dashboard", self._dashboard.page),
         ):
             self._open_routes.add(path)
@@ -127,6 +135,8 @@ class Gateway:
                 response = await handler(request)
             except web.HTTPException as error:
                 response = self._failure(request, _from_http(error))
+                if "Allow" in error.headers:
+                    response.headers["Allow"] = error.headers["Allow"]
             except Exception as error:
                 error = _inner(error)
                 if not isinstance(error, DecantError):
@@ -370,6 +380,9 @@ class Gateway:
 
     def _own_page(self) -> dict[str, str]:
         return {self._instance: generate_latest(self.registry).decode()}
+
+    async def _openapi(self, request: web.Request) -> web.StreamResponse:
+        return web.json_response(self._openapi_page)
 
     async def _metrics_page(self, request: web.Request) -> web.StreamResponse:
         compat = request.query.get("compat", "")

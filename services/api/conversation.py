@@ -156,6 +156,7 @@ def _content(fields: Fields, role: str) -> str:
 
 
 def _call(fields: Fields) -> dict[str, Any]:
+    fields.option("type", "function", ("function",))
     function = fields.object("function")
     if function is None:
         raise fields.fail("function", "is missing.")
