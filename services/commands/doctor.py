@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 
 from decant.protocol.config import Config
-from decant.protocol.errors import ConfigError
+from decant.protocol.errors import ConfigError, DecantError
 from decant.services import preflight, rundir
 from decant.services.cli import FAILED, OK
 from decant.services.target import add_run_dir, run_dir_of
@@ -94,7 +94,11 @@ def cores(config: Config) -> Iterator[Finding]:
 def memory(config: Config) -> Iterator[Finding]:
     free = psutil.virtual_memory().available
     try:
-        preflight.check_memory(config, *preflight.check_model(Path(config.model.path)))
+        facts = preflight.check_model(Path(config.model.path))
+    except DecantError:
+        return  # ``model`` says so
+    try:
+        preflight.check_memory(config, *facts)
     except ConfigError as error:
         yield Finding("memory", "fail", error.message, "docs/sizing.md says what takes how much")
     else:
@@ -170,7 +174,7 @@ def model(config: Config) -> Iterator[Finding]:
     folder = Path(config.model.path)
     try:
         _, size = preflight.check_model(folder)
-    except ConfigError as error:
+    except DecantError as error:
         fix = "download it again, or name another folder with --model"
         yield Finding("model", "fail", error.message, fix)
     else:
