@@ -48,7 +48,8 @@ chaos: $(VENV)/.test
 	$(BIN)/python -m pytest -q -m "e2e" tests/chaos $(ARGS)
 
 demo-weights: $(VENV)/.$(EXTRAS)
-	$(BIN)/python -P -m decant.engine.demo.train $(ARGS)
+	$(BIN)/python -P -m decant.engine.demo.train --out build/demo $(ARGS)
+	$(BIN)/python -P -m decant.engine.demo.export build/demo build/demo-model
 
 down:
 	$(BIN)/decant down $(ARGS)
