@@ -284,7 +284,7 @@ class PrefillScheduler:
         hit: Entry | None = None
         if self.cache is not None:
             lane.digests = lane.digests or self.cache.digests(lane.ids, lane.message.cache_salt)
-            hit = self.cache.lookup(lane.digests)
+            hit = self.cache.lookup(lane.digests, lane.ids)
         shared = list(hit.pages[: hit.num_tokens // page_tokens]) if hit else []
         pages.share(lane.key, shared)
         num = pages_for(len(lane.ids), page_tokens) - len(shared)
@@ -297,7 +297,9 @@ class PrefillScheduler:
         if self.cache is not None:
             self.cache.count(hit)
             lane.num_cached = lane.num_computed = hit.num_tokens if hit else 0
-            lane.points = self.cache.points(lane.digests, lane.num_cached)
+            lane.points = self.cache.points(
+                lane.digests, len(lane.ids), lane.num_cached, self.limits.chunk_tokens
+            )
         return True
 
     def _make_room(self, num_pages: int, num_slots: int, keep: Entry | None) -> bool:
@@ -327,8 +329,8 @@ class PrefillScheduler:
             if open_tokens:
                 page_copy = (hit.pages[full], lane.pages[full])
         if self.cache is not None and lane.points[:1] == [end]:
-            digest = lane.digests[lane.points.pop(0) // 128 - 1]
-            slot = self.cache.reserve_slot(digest, hit)
+            lane.points.pop(0)
+            slot = self.cache.reserve_slot(self.cache.key(lane.digests, lane.ids, end), hit)
             if slot >= 0:
                 snapshot = (lane.slot, slot, end)
         return PrefillPlan(
@@ -363,8 +365,8 @@ class PrefillScheduler:
         pages.activate(lane.key, done[lane.offer.num_published :])
         if plan.snapshot and self.cache is not None:
             _, slot, num_tokens = plan.snapshot
-            digest = lane.digests[num_tokens // 128 - 1]
-            self.cache.insert(digest, num_tokens, slot, lane.pages)
+            key = self.cache.key(lane.digests, lane.ids, num_tokens)
+            self.cache.insert(key, num_tokens, slot, lane.pages)
         if plan.publish:
             due = [page for page, _ in plan.publish]
             pages.publish(lane.key, due)

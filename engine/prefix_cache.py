@@ -1,13 +1,14 @@
 """The prefix cache of prefill: which token prefixes are still in the pool, pages and snapshot.
 
 On this model a prefix is usable only where windows and compressor state are known too, so an entry
-is a *snapshot*: the packed slot after ``num_tokens`` tokens (a multiple of 128), and its pages.
-Entries share pages. Keys are a hash chain over blocks of 128 ids, seeded with salt, model hash and
-layout hash, so that nobody finds the prefix of another tenant or another model.
+is a *snapshot*: the packed slot after ``num_tokens`` tokens, and its pages. Entries share pages.
+Keys are a hash chain over blocks of 128 ids, seeded with salt, model hash and layout hash, so that
+nobody finds the prefix of another tenant or another model; the ids after the last whole block are
+part of the key as they are.
 
 Bookkeeping only; the engine copies. Nothing that a lane holds is ever evicted: a page leaves the
 pool when neither an entry nor a lane holds it.
-Source: DeepSeek's context caching guide (prefix units); architecture page, section 3.
+Source: DeepSeek's context caching guide (prefix units); docs/architecture.md.
 """
 
 from __future__ import annotations
@@ -21,14 +22,18 @@ from decant.engine.kv_pages import Books, pages_for
 
 BLOCK_TOKENS = 128
 SNAPSHOT_TOKENS = 4096  # a snapshot at each multiple
+MIN_TOKENS = 32  # shorter prefixes are not worth a slot
+CUT_FROM = 1024  # from here on a chunk more costs at most 2 % of a prefill
 MAX_SEEN = 65536  # hashes remembered to find prefixes that several prompts share
+
+Key = tuple[bytes, bytes]  # hash of the whole blocks, ids after them
 
 
 @dataclass(frozen=True)
 class Entry:
     """A prefix in the pool."""
 
-    digest: bytes
+    key: Key
     num_tokens: int
     slot: int
     pages: tuple[int, ...]  # covers num_tokens; the last one may go on with other tokens
@@ -42,7 +47,8 @@ class PrefixCache:
         self._books = books
         self._page_tokens = page_tokens
         self._seed = f"{model_hash}/{layout_hash}/"
-        self._entries: OrderedDict[bytes, Entry] = OrderedDict()
+        self._entries: OrderedDict[Key, Entry] = OrderedDict()
+        self._tails: dict[bytes, dict[bytes, Entry]] = {}  # entries by whole blocks
         self._page_uses: Counter[int] = Counter()  # entries that hold a page
         self._seen: OrderedDict[bytes, None] = OrderedDict()
 
@@ -50,21 +56,31 @@ class PrefixCache:
         return len(self._entries)
 
     def digests(self, ids: array[int], salt: str) -> list[bytes]:
-        """Hashes of ids[:128], ids[:256] ...: sha256(hash before, block)."""
-        digest, result = hashlib.sha256((self._seed + salt).encode()).digest(), []
+        """Hashes of ids[:0], ids[:128], ids[:256] ...: sha256(hash before, block)."""
+        result = [hashlib.sha256((self._seed + salt).encode()).digest()]
         for end in range(BLOCK_TOKENS, len(ids) + 1, BLOCK_TOKENS):
             block = ids[end - BLOCK_TOKENS : end].tobytes()
-            digest = hashlib.sha256(digest + block).digest()
-            result.append(digest)
+            result.append(hashlib.sha256(result[-1] + block).digest())
         return result
 
-    def lookup(self, digests: list[bytes]) -> Entry | None:
+    @staticmethod
+    def key(digests: list[bytes], ids: array[int], num_tokens: int) -> Key:
+        """Of ids[:num_tokens]."""
+        num_blocks = num_tokens // BLOCK_TOKENS
+        return digests[num_blocks], ids[num_blocks * BLOCK_TOKENS : num_tokens].tobytes()
+
+    def lookup(self, digests: list[bytes], ids: array[int]) -> Entry | None:
         """The longest cached prefix of a prompt."""
-        for digest in reversed(digests):
-            entry = self._entries.get(digest)
-            if entry:
-                self._entries.move_to_end(digest)
-                return entry
+        for num_blocks in reversed(range(len(digests))):
+            tails = self._tails.get(digests[num_blocks])
+            if tails:
+                at = num_blocks * BLOCK_TOKENS
+                rest = ids[at : at + BLOCK_TOKENS].tobytes()
+                found = [tail for tail in tails if rest.startswith(tail)]
+                if found:
+                    entry = tails[max(found, key=len)]
+                    self._entries.move_to_end(entry.key)
+                    return entry
         return None
 
     def count(self, entry: Entry | None) -> None:
@@ -73,16 +89,28 @@ class PrefixCache:
         self.num_misses += entry is None
         self.num_hit_tokens += entry.num_tokens if entry else 0
 
-    def points(self, digests: list[bytes], hit_tokens: int) -> list[int]:
-        """Where a prompt gets snapshots, ascending, beyond what it hits: each multiple of 4,096,
-        its end cut to 128, and the end of the longest prefix that an earlier prompt had too.
+    def points(
+        self, digests: list[bytes], num_tokens: int, hit_tokens: int, chunk_tokens: int
+    ) -> list[int]:
+        """Where a prompt gets snapshots, ascending, beyond what it hits.
+
+        Its end; its end cut to 128, if that costs no chunk more or the prompt is long (the last
+        tokens of a prompt may be rendered otherwise in the next turn); each multiple of 4,096; the
+        end of the longest prefix that an earlier prompt had too. Chunks end at these points.
         """
-        num = len(digests)
-        wanted = set(range(SNAPSHOT_TOKENS, num * BLOCK_TOKENS + 1, SNAPSHOT_TOKENS))
-        wanted.add(num * BLOCK_TOKENS)
-        shared = next((i + 1 for i in reversed(range(num)) if digests[i] in self._seen), 0)
+        num_blocks = len(digests) - 1
+        wanted = set(range(SNAPSHOT_TOKENS, num_tokens + 1, SNAPSHOT_TOKENS))
+        if num_tokens >= MIN_TOKENS:
+            wanted.add(num_tokens)
+        cut = num_blocks * BLOCK_TOKENS
+        with_cut = pages_for(cut - hit_tokens, chunk_tokens) + 1
+        if num_tokens >= CUT_FROM or with_cut <= pages_for(num_tokens - hit_tokens, chunk_tokens):
+            wanted.add(cut)
+        shared = next(
+            (i for i in reversed(range(1, num_blocks + 1)) if digests[i] in self._seen), 0
+        )
         wanted.add(shared * BLOCK_TOKENS)
-        for digest in digests:
+        for digest in digests[1:]:
             self._seen[digest] = None
             self._seen.move_to_end(digest)
         while len(self._seen) > MAX_SEEN:
@@ -100,7 +128,11 @@ class PrefixCache:
         return True
 
     def _evict(self, entry: Entry) -> None:
-        del self._entries[entry.digest]
+        digest, tail = entry.key
+        del self._entries[entry.key]
+        del self._tails[digest][tail]
+        if not self._tails[digest]:
+            del self._tails[digest]
         self.num_evicted += 1
         self._books.slots.uncache(entry.slot)
         for page in entry.pages:
@@ -117,29 +149,30 @@ class PrefixCache:
         self._seen.clear()
         return num
 
-    def reserve_slot(self, digest: bytes, keep: Entry | None = None) -> int:
+    def reserve_slot(self, key: Key, keep: Entry | None = None) -> int:
         """A slot for a snapshot that the engine is about to make; -1: known, or no slot to have.
 
         The caller gives it back with ``insert`` or ``abandon``.
         """
-        if digest in self._entries or not self.make_room(0, 1, keep):
+        if key in self._entries or not self.make_room(0, 1, keep):
             return -1
         return self._books.slots.reserve(self, 1)[0]
 
-    def insert(self, digest: bytes, num_tokens: int, slot: int, pages: list[int]) -> None:
+    def insert(self, key: Key, num_tokens: int, slot: int, pages: list[int]) -> None:
         """The snapshot in ``slot`` is made. pages: of the lane, from its first on."""
         slots = self._books.slots
         slots.activate(self, [slot])
         slots.cache(slot)
         slots.release(self, [slot])
         entry = Entry(
-            digest, num_tokens, slot, tuple(pages[: pages_for(num_tokens, self._page_tokens)])
+            key, num_tokens, slot, tuple(pages[: pages_for(num_tokens, self._page_tokens)])
         )
         for page in entry.pages:
             if not self._page_uses[page]:
                 self._books.pages.cache(page)
             self._page_uses[page] += 1
-        self._entries[digest] = entry
+        self._entries[key] = entry
+        self._tails.setdefault(key[0], {})[key[1]] = entry
 
     def abandon(self, slot: int) -> None:
         """The snapshot was not made."""

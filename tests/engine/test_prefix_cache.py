@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from array import array
 
 import pytest
 from cluster import Cluster, Job
 from fake_engine import reference_tokens
 
 from decant.engine.kv_pages import Books
-from decant.engine.prefix_cache import BLOCK_TOKENS, PrefixCache
+from decant.engine.prefix_cache import CUT_FROM, MIN_TOKENS, PrefixCache
 from decant.protocol.messages import Sampling
 
 
@@ -35,20 +36,30 @@ def test_a_conversation_pays_for_its_new_tokens_only() -> None:
     for turn in range(1, 4):
         history += ids(turn + 1, 150)
         before = c.fake_prefill.num_prefilled
-        want = (len(history) - 150) // BLOCK_TOKENS * BLOCK_TOKENS
+        want = len(history) - 150
         assert run(c, f"t{turn}", history).num_cached == want
         assert c.fake_prefill.num_prefilled - before == len(history) - want
     c.settle()
     c.close()
 
 
-@pytest.mark.parametrize("num", [127, 128, 129, 255, 256, 257, 383, 384, 390])
+def test_a_turn_whose_first_prompt_ended_otherwise_hits_the_cut() -> None:
+    """As when the last tokens open a part that history leaves out."""
+    c = Cluster()
+    history = ids(1, 450)
+    run(c, "a", history)
+    assert run(c, "b", history[:-1] + ids(2, 100)).num_cached == 384
+    c.settle()
+    c.close()
+
+
+@pytest.mark.parametrize("num", [5, 32, 100, 127, 128, 129, 256, 257, 384, 390])
 def test_the_same_prompt_again(num: int) -> None:
     """At every edge of page and block; a prompt that is cached whole is not computed at all."""
     c = Cluster()
     first = run(c, "a", ids(1, num))
     again = run(c, "b", ids(1, num))
-    assert (first.num_cached, again.num_cached) == (0, num // 128 * 128)
+    assert (first.num_cached, again.num_cached) == (0, num if num >= MIN_TOKENS else 0)
     c.settle()
     c.close()
 
@@ -66,15 +77,13 @@ def test_salt_and_model_separate() -> None:
     c = Cluster()
     assert run(c, "a", ids(1, 300), salt="x").num_cached == 0
     assert run(c, "b", ids(1, 300), salt="y").num_cached == 0
-    assert run(c, "c", ids(1, 300), salt="x").num_cached == 256
+    assert run(c, "c", ids(1, 300), salt="x").num_cached == 300
     c.settle()
     c.close()
-    from array import array
-
     books = Books(1, 1)
     some = array("i", ids(1, 128))
     digests = {
-        PrefixCache(books, 128, model, layout).digests(some, salt)[0]
+        PrefixCache(books, 128, model, layout).digests(some, salt)[1]
         for model, layout, salt in (("m", "l", ""), ("n", "l", ""), ("m", "k", ""), ("m", "l", "s"))
     }
     assert len(digests) == 4
@@ -102,7 +111,7 @@ def test_random_conversations_in_any_order(seed: int) -> None:
         if not job.is_cancelled:
             for choice in range(job.num_choices):
                 assert job.outputs[choice] == reference_tokens(job.prompt, job.sampling, choice)
-            assert job.num_cached % 128 == 0
+            assert 0 <= job.num_cached <= len(job.prompt) + 20
     cache = c.prefill.cache
     assert cache is not None
     assert cache.num_hits > 3
@@ -123,6 +132,24 @@ def test_a_busy_pool_evicts_but_never_what_a_lane_holds() -> None:
     assert job.outputs[0] == reference_tokens(job.prompt, job.sampling)
     c.settle()
     c.close()
+
+
+def test_a_snapshot_costs_no_chunk_more_unless_the_prompt_is_long() -> None:
+    cache = PrefixCache(Books(1, 1), 256, "m", "l")
+
+    def points(seed: int, num: int) -> list[int]:
+        some = array("i", ids(seed, num))
+        return cache.points(cache.digests(some, ""), num, 0, 256)
+
+    assert points(1, 20) == []
+    assert points(2, 100) == [100]
+    assert points(3, 200) == [200]  # 128 + 72 would be two chunks
+    assert points(4, 300) == [256, 300]
+    assert points(5, 700) == [700]
+    assert points(6, CUT_FROM + 76) == [1024, 1100]
+    assert points(7, 9000) == [4096, 8192, 8960, 9000]
+    assert points(2, 100) == [100]
+    assert points(5, 690) == [640, 690]  # the part that the two share, seen before
 
 
 def test_without_cache_nothing_is_kept() -> None:
