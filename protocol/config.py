@@ -109,6 +109,15 @@ class KVConfig:
 
 
 @dataclass(frozen=True)
+class ObservabilityConfig:
+    prometheus: str = ""  # command (a name on PATH or a path) to start beside the set; empty: none
+    prometheus_port: int = 9090  # on loopback
+    grafana: str = ""  # command, such as grafana or grafana-server; empty: none
+    grafana_home: str = ""  # its folder with public/ and conf/; empty: above the command's folder
+    grafana_port: int = 3000  # on loopback
+
+
+@dataclass(frozen=True)
 class Config:
     """The whole tree. ``run_dir`` holds sockets, generated supervisord config, logs and locks; mode
     0700.
@@ -127,6 +136,7 @@ class Config:
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     draft: DraftConfig = field(default_factory=DraftConfig)
     kv: KVConfig = field(default_factory=KVConfig)
+    observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
 
     def __post_init__(self) -> None:
         def need(ok: bool, text: str) -> None:

@@ -21,6 +21,7 @@ from xmlrpc.client import Fault, ProtocolError, ServerProxy
 
 from decant.protocol.config import Config
 from decant.protocol.errors import ConfigError
+from decant.services import observers
 
 # NOTE: importlib.resources cannot read a namespace package of an editable install.
 FOLDER = Path(__file__).parent.parent / "supervisord"  # profiles and templates
@@ -39,6 +40,7 @@ class Program:
     service: str  # decode: the module decant.services.decode
     priority: int = 100  # lower starts first and stops last
     environment: dict[str, str] = field(default_factory=dict)
+    command: tuple[str, ...] = ()  # of a program that is not ours
 
 
 def programs(config: Config) -> list[Program]:
@@ -62,6 +64,8 @@ def programs(config: Config) -> list[Program]:
     if draft.enabled:
         names.append(worker("draft", draft.threads, draft.devices, 50))
     names.append(Program("gateway-0", "gateway", 60, light))
+    for other in observers.observers(config):
+        names.append(Program(other.name, "", 90, other.environment, other.command))
     return names
 
 
@@ -91,7 +95,8 @@ def render(config: Config, password: str, python: str = sys.executable) -> str:
     template = (FOLDER / "program.conf").read_text()
     for program in programs(config):
         command = shlex.join(
-            [python, "-P", "-m", f"decant.services.{program.service}"]
+            program.command
+            or [python, "-P", "-m", f"decant.services.{program.service}"]
             + ["--config", f"{config.run_dir}/{CONFIG_NAME}", "--instance", program.name]
         )
         environment = ",".join(f'{k}="{_quoted(v)}"' for k, v in program.environment.items())
@@ -114,6 +119,7 @@ def write_config(config: Config) -> Path:
     run_dir = Path(config.run_dir)
     password = secrets.token_urlsafe(24)
     (run_dir / "logs").mkdir(mode=0o700, exist_ok=True)
+    observers.write(config)
     for name, text in (
         ("credentials", f"decant:{password}\n"),
         ("supervisord.conf", render(config, password)),
