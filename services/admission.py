@@ -10,6 +10,7 @@ the present, it does not collect credit.
 from __future__ import annotations
 
 import itertools
+from collections import OrderedDict
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -43,6 +44,9 @@ class Admission:
     def __init__(self, config: RouterConfig) -> None:
         self._max_queued, self._rate = config.max_queued, config.resumes_per_s
         self._waiting: dict[Key, Waiting] = {}
+        # The same, in order of arrival: (is_suspect, is_resume, priority, tenant) -> lanes.
+        self._groups: dict[tuple[bool, bool, int, str], OrderedDict[Key, Waiting]] = {}
+        self._num_fresh = 0
         self._served: dict[str, float] = {}  # virtual time of each tenant
         self._now_served = 0.0  # virtual time of who was served last
         self._seq = itertools.count()
@@ -55,7 +59,7 @@ class Admission:
     @property
     def num_fresh(self) -> int:
         """Lanes that wait for their first attempt: what the bound counts."""
-        return sum(not w.is_resume for w in self._waiting.values())
+        return self._num_fresh
 
     @property
     def is_open(self) -> bool:
@@ -80,9 +84,9 @@ class Admission:
 
         Raises: QueueFull.
         """
-        fresh = [w for w in self._waiting.values() if not w.is_resume]
-        if len(fresh) < self._max_queued:
+        if self.is_open:
             return ""
+        fresh = [w for w in self._waiting.values() if not w.is_resume]
         counts: dict[str, int] = {}
         for w in fresh:
             counts[w.tenant] = counts.get(w.tenant, 0) + 1
@@ -102,15 +106,18 @@ class Admission:
         is_suspect: bool = False,
     ) -> None:
         """A lane waits."""
-        self._waiting[key] = Waiting(
-            key,
-            tenant,
-            priority,
-            max(1, cost),
-            not_before_s,
-            is_resume,
-            is_suspect,
-            next(self._seq),
+        self._take_out(key)
+        self._put(
+            Waiting(
+                key,
+                tenant,
+                priority,
+                max(1, cost),
+                not_before_s,
+                is_resume,
+                is_suspect,
+                next(self._seq),
+            )
         )
         self._served.setdefault(tenant, self._now_served)
         if len(self._served) > MAX_TENANTS:
@@ -119,7 +126,7 @@ class Admission:
 
     def put_back(self, waiting: Waiting, not_before_s: float) -> None:
         """It was popped but refused: it keeps its place, and what it was charged is given back."""
-        self._waiting[waiting.key] = replace(waiting, not_before_s=not_before_s)
+        self._put(replace(waiting, not_before_s=not_before_s), is_first=True)
         if waiting.is_resume:
             self._tickets += 1.0
         elif waiting.tenant in self._served:
@@ -128,30 +135,35 @@ class Admission:
     def remove(self, request_id: str) -> None:
         """No lane of this request waits any more."""
         for key in [k for k in self._waiting if k.request_id == request_id]:
-            del self._waiting[key]
+            self._take_out(key)
 
     def next(self, now: float) -> Waiting | None:
         """Who is to be served first among those whose time has come; it stays in the queue."""
         has_ticket = self._refill(now) >= 1.0
-        return min(
-            (
-                w
-                for w in self._waiting.values()
-                if w.not_before_s <= now and (has_ticket or not w.is_resume)
-            ),
-            key=lambda w: (
-                not w.is_suspect,
-                not w.is_resume,
-                -w.priority,
-                max(self._served.get(w.tenant, 0.0), self._now_served) if not w.is_resume else 0.0,
-                w.seq,
-            ),
-            default=None,
-        )
+        best: Waiting | None = None
+        best_order: tuple[bool, bool, int, float, int] | None = None
+        for (is_suspect, is_resume, priority, tenant), lanes in self._groups.items():
+            if is_resume and not has_ticket:
+                continue
+            head = next((w for w in lanes.values() if w.not_before_s <= now), None)
+            if head is None:
+                continue
+            served = max(self._served.get(tenant, 0.0), self._now_served)
+            order = (
+                not is_suspect,
+                not is_resume,
+                -priority if not is_resume else 0,
+                served if not is_resume else 0.0,
+                head.seq,
+            )
+            if best_order is None or order < best_order:
+                best, best_order = head, order
+        return best
 
     def pop(self, key: Key, now: float) -> Waiting:
         """It was placed."""
-        found = self._waiting.pop(key)
+        found = self._take_out(key)
+        assert found is not None
         if found.is_resume:
             self._tickets -= 1.0
             return found
@@ -162,6 +174,24 @@ class Admission:
             gap_s = min(now - self._served_s, RETRY_AFTER_S[1])
             self._interval_s += SMOOTHING * (gap_s - self._interval_s)
         self._served_s = now
+        return found
+
+    def _put(self, waiting: Waiting, is_first: bool = False) -> None:
+        group = waiting.is_suspect, waiting.is_resume, waiting.priority, waiting.tenant
+        lanes = self._groups.setdefault(group, OrderedDict())
+        lanes[waiting.key] = self._waiting[waiting.key] = waiting
+        if is_first:
+            lanes.move_to_end(waiting.key, last=False)
+        self._num_fresh += not waiting.is_resume
+
+    def _take_out(self, key: Key) -> Waiting | None:
+        found = self._waiting.pop(key, None)
+        if found is not None:
+            group = found.is_suspect, found.is_resume, found.priority, found.tenant
+            del self._groups[group][key]
+            if not self._groups[group]:
+                del self._groups[group]
+            self._num_fresh -= not found.is_resume
         return found
 
     def _refill(self, now: float) -> float:

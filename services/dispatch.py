@@ -42,6 +42,7 @@ START_S = 10.0  # the same after our own start: the workers of our predecessor a
 SETTLE_S = 5.0  # at most, for the processes that our predecessor knew
 LOST_PREFILL_S = 5.0  # a lane that prefill should have, while it says that it is idle
 PEERS_AGAIN_S = 5.0
+MAX_TURN = 64
 MAX_CLOSED = 4096  # requests remembered, so that a late copy of Generate starts nothing
 WORK = (m.Reserved, m.Refused, m.Prefilled, m.Decoding, m.Preempted, m.Finished, m.Lost)
 TOLD = (*WORK, m.Reserve, m.Prefill, m.Queued, m.AskEmitted, m.Closed)
@@ -81,6 +82,9 @@ class Dispatcher:
         self.records: dict[str, Record] = {}
         self.is_stopping = False
         self._send_to, self._fence, self._clock, self._count = send, fence, clock, count
+        self._turns: list[str] = []  # requests that have not had their tick in this round
+        self._placed: dict[str, Record] = {}  # requests that a worker has been given
+        self._is_moving = True  # something happened that may let a lane be placed
         self._popped: dict[Key, Waiting] = {}  # placed, not reserved: where it stood in the queue
         self._closed: OrderedDict[str, int] = OrderedDict()  # request: attempt
         self._awaited, self._settled_s = set(awaited or ()), clock() + SETTLE_S
@@ -129,11 +133,19 @@ class Dispatcher:
     def tick(self) -> None:
         """Several times a second: deadlines, repetitions, canary."""
         now = self._clock()
-        for record in list(self.records.values()):
+        for record in self._turn():
             self._do(record, record.tick(now), now)
             self._look_after(record, now)
         self._run_canary(now)
         self._after(now)
+
+    def _turn(self) -> list[Record]:
+        """The records of this tick: few are all looked at, of many a fifth each time."""
+        if not self._turns:
+            self._turns = list(self.records)
+        number = max(MAX_TURN, len(self._turns) // 5 + 1)
+        names, self._turns = self._turns[:number], self._turns[number:]
+        return [self.records[name] for name in names if name in self.records]
 
     def _look_after(self, record: Record, now: float) -> None:
         """Work that prefill does not know of was lost on its way."""
@@ -221,6 +233,7 @@ class Dispatcher:
             self._send_to(member, self._peers(), ())
 
     def _from_worker(self, member: Member, body: m.Message, now: float) -> None:
+        self._is_moving = True
         ref = Ref(member.instance, member.incarnation)
         request_id = getattr(body, "request_id", "")
         record = self.records.get(request_id)
@@ -395,6 +408,7 @@ class Dispatcher:
         log.info(_name(body), rid=record.request_id, **more, **facts)
 
     def _enqueue(self, record: Record, wanted: Enqueue) -> None:
+        self._is_moving = True
         key = Key(record.request_id, wanted.lane)
         before = self._popped.pop(key, None)
         if before is not None:
@@ -414,6 +428,7 @@ class Dispatcher:
     def _forget(self, record: Record) -> None:
         if self.records.pop(record.request_id, None) is None:
             return
+        self._placed.pop(record.request_id, None)
         self._closed[record.request_id] = record.attempt
         while len(self._closed) > MAX_CLOSED:
             self._closed.popitem(last=False)
@@ -438,12 +453,14 @@ class Dispatcher:
 
     def pump(self) -> None:
         """Place what can be placed; call it often while something waits."""
+        self._is_moving = True
         self._pump(self._clock())
 
     def _pump(self, now: float) -> None:
-        if not len(self.admission):
+        if not self._is_moving or not len(self.admission):
             return
-        self.placement.count(self.records.values())
+        self._is_moving = False
+        self.placement.count(self._placed.values())
         while (waiting := self.admission.next(now)) is not None:
             record = self.records[waiting.key.request_id]
             number = waiting.key.lane
@@ -451,6 +468,7 @@ class Dispatcher:
             if chosen is None:
                 return  # nobody overtakes: a large request would wait for ever
             self._popped[waiting.key] = self.admission.pop(waiting.key, now)
+            self._placed[record.request_id] = record
             own = frozenset(record.suspect_in if record.is_suspect else ())
             self._do(record, record.place(number, *chosen, now, own), now)
 
@@ -469,6 +487,7 @@ class Dispatcher:
     def _after(self, now: float) -> None:
         if not self.membership.missing():
             self._complete_s = now
+        self._is_moving |= self._told is None or self._told[0] != self.membership.version
         self._pump(now)
         why = self.why_not_ready()
         state = self.membership.version, not why, why

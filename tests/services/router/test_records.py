@@ -106,6 +106,19 @@ def test_a_loss_asks_the_gateway_and_resumes_from_its_ids() -> None:
     assert order.body.tokenizer == "tokenizer-1" and order.body.attempt == 2
 
 
+def test_an_answer_to_an_older_question_is_dropped() -> None:
+    record = make()
+    record.start(100.0)
+    decoding(record)
+    record.worker_died(D, False, 101.0)
+    record.emitted(m.Emitted("r", 2, [m.ChoiceState(0, 0)]), b"", 101.0)
+    decoding(record, decode=D2)
+    record.worker_died(D2, False, 102.0)
+    assert record.attempt == 3
+    stale = record.emitted(m.Emitted("r", 2, [m.ChoiceState(0, 1)]), pack_ids([5]), 102.0)
+    assert stale == [Count("stale", ("emitted",))] and record.state.name == "RESUMING"
+
+
 def test_a_resume_without_ids_is_one_lane_again() -> None:
     record = make(num_choices=3)
     record.start(100.0)
