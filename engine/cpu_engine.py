@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from decant.engine.group import unlock
 from decant.engine.interface import F32, PrefillChunk, SlotRows, StepPlan, StepResult
 from decant.engine.kv_layout import KVLayout
 from decant.engine.pool import Pool
@@ -85,6 +86,7 @@ class CpuEngine:
         self._peers = PeerPools(layout, pool.handle.rank)
         stride = layout.slot_stride // (shape.hc_mult * shape.hidden_size)
         self._streams_stride = stride
+        self.lock = -1  # descriptor of the rank's file lock, held until close
 
     # -- steps -------------------------------------------------------------------------------------
 
@@ -218,6 +220,8 @@ class CpuEngine:
     def close(self) -> None:
         self._peers.close()
         self.pool.close()
+        unlock(self.lock)
+        self.lock = -1
 
     # -- checks ------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from decant.engine.cpu_engine import PeerPools
+from decant.engine.group import unlock
 from decant.engine.interface import DraftSlot, SlotRows
 from decant.engine.kv_layout import KVLayout
 from decant.engine.pool import Pool
@@ -33,6 +34,7 @@ class CpuDraftEngine:
         self.model, self.model_hash, self.max_drafts = model, model_hash, max_drafts
         self.kv_layout_hash = layout.hash
         self._peers = PeerPools(layout, rank)
+        self.lock = -1  # descriptor of the rank's file lock, held until close
         self._planner = RowPlanner(layout, len(model.mtp.layer.attn.sink), mtp=True)
         self._sampler = Sampler(model.shape.vocab_size, model.shape.eos_token_id)
 
@@ -44,6 +46,8 @@ class CpuDraftEngine:
 
     def close(self) -> None:
         self._peers.close()
+        unlock(self.lock)
+        self.lock = -1
 
     @torch.inference_mode()
     def propose(self, peer: str, slots: Sequence[DraftSlot]) -> list[list[int]]:

@@ -62,6 +62,12 @@ def lock_rank(run_dir: str, role: str, rank: int) -> int:
         time.sleep(0.05)
 
 
+def unlock(descriptor: int) -> None:
+    """Give a rank's lock back; -1 is none."""
+    if descriptor >= 0:
+        os.close(descriptor)
+
+
 class Channel:
     """Frames over a socket pair; one request at a time, each with one answer."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -267,9 +267,18 @@ def _prepare(config: Config, role: str, tp: int, threads: int) -> Checkpoint:
     torch.set_num_threads(1)
     checkpoint = Checkpoint(model_folder(config))
     checkpoint.shape.check_tp(tp, config.model.quantise_activations)
-    if config.run_dir:
-        processes.lock_rank(config.run_dir, role, 0)
     return checkpoint
+
+
+@contextlib.contextmanager
+def _locked(config: Config, role: str, rank: int) -> Iterator[int]:
+    """The rank's lock while its engine is made; given back if that fails."""
+    lock = processes.lock_rank(config.run_dir, role, rank) if config.run_dir else -1
+    try:
+        yield lock
+    except BaseException:
+        processes.unlock(lock)
+        raise
 
 
 def _start_group(
@@ -281,9 +290,9 @@ def _start_group(
     """Fork, join, load: this rank's engine, the followers, and the pool handles of all ranks."""
 
     def life(rank: int, rendezvous: str, steps: Channel, copies: Channel) -> None:
-        if config.run_dir:
-            processes.lock_rank(config.run_dir, role, rank)
-        engine = build(rank, processes.join_gloo(rendezvous, rank, tp))
+        with _locked(config, role, rank) as lock:
+            engine = build(rank, processes.join_gloo(rendezvous, rank, tp))
+            engine.lock = lock
         handles = engine.pools() if hasattr(engine, "pools") else []
         steps.send(msgspec.msgpack.encode(handles))
         follow(engine, steps, copies)
@@ -314,15 +323,18 @@ def start_engine(config: Config, role: str) -> Engine:
         raise ConfigError(f"there is no engine for role {role!r}")
     room = config.prefill if role == "prefill" else config.decode
     checkpoint = _prepare(config, role, room.tp, room.threads)
-    if room.tp == 1:
-        return build_engine(config, role, checkpoint, 0, None)
-    parts = _start_group(
-        config,
-        role,
-        room.tp,
-        lambda rank, gather: build_engine(config, role, checkpoint, rank, gather),
-    )
-    return GroupEngine(*parts)
+
+    def build(rank: int, gather: GatherShards | None) -> CpuEngine:
+        return build_engine(config, role, checkpoint, rank, gather)
+
+    with _locked(config, role, 0) as lock:
+        if room.tp == 1:
+            own = build(0, None)
+            own.lock = lock
+            return own
+        own, followers, handles = _start_group(config, role, room.tp, build)
+        own.lock = lock
+    return GroupEngine(own, followers, handles)
 
 
 def start_draft(config: Config) -> DraftEngine:
@@ -331,9 +343,15 @@ def start_draft(config: Config) -> DraftEngine:
     checkpoint = _prepare(config, "draft", room.tp, room.threads)
     if not checkpoint.shape.has_mtp:
         raise CheckpointError("the checkpoint has no MTP layer: set draft.enabled = false")
-    if room.tp == 1:
-        return build_draft(config, checkpoint, 0, None)
-    own, followers, _ = _start_group(
-        config, "draft", room.tp, lambda rank, gather: build_draft(config, checkpoint, rank, gather)
-    )
+
+    def build(rank: int, gather: GatherShards | None) -> CpuDraftEngine:
+        return build_draft(config, checkpoint, rank, gather)
+
+    with _locked(config, "draft", 0) as lock:
+        if room.tp == 1:
+            own = build(0, None)
+            own.lock = lock
+            return own
+        own, followers, _ = _start_group(config, "draft", room.tp, build)
+        own.lock = lock
     return GroupDraftEngine(own, followers)
