@@ -44,7 +44,7 @@ from decant.protocol.messages import (
     Tokens,
 )
 from decant.protocol.wire import Envelope, Sender, pack_ids, unpack_ids
-from decant.services import metrics
+from decant.services import failpoints, metrics
 from decant.services.link import RouterLink
 from decant.services.process import build, loop_lag_ms, run, stop
 from decant.services.serving_metrics import DecodeMetrics, PageGauge
@@ -183,15 +183,18 @@ class DecodeService:
                 continue
             self.is_busy = True
             has_draft = self.scheduler.speculation.is_on
+            failpoints.hit("decode.before_step")
             output = await self.thread.run(
                 execute_decode, self.engine, self.sampler, plan, self._mask, has_draft
             )
             self.num_steps += 1
+            failpoints.hit("decode.before_tokens")
             num_before = self.scheduler.num_tokens
             proposal = self.scheduler.apply(output)
             if proposal:
                 self._propose(proposal)  # NOTE: before the tokens, everybody waits for it
             self._flush()
+            failpoints.hit("decode.after_tokens")
             self._metrics.step(
                 len(plan.sequences) + len(plan.firsts),
                 self.scheduler.num_tokens - num_before,
@@ -260,6 +263,7 @@ class DecodeService:
         """Copy pages in the copying thread."""
 
         def copy() -> None:
+            failpoints.hit("decode.before_pull")
             self.engine.pull_pages(
                 pull.peer, pull.source, pull.target, pull.num_tokens, pull.checksums
             )
@@ -279,8 +283,10 @@ class DecodeService:
             error = failure.message
             self._metrics.handoff_failures.labels("pull").inc()
             log.warning("a hand-off failed", rid=pull.key[0], attempt=pull.key[1], error=error)
+        failpoints.hit("decode.before_release")
         self.scheduler.pulled(pull, error, now_ms())
         self._flush()
+        failpoints.hit("decode.after_release")
 
     # ---- in --------------------------------------------------------------------------------------
 
@@ -292,7 +298,10 @@ class DecodeService:
             except ProtocolError as error:
                 log.warning("bad Reserve", rid=body.request_id, error=error.message)
                 return
+            failpoints.hit("decode.before_reserve")
             self.scheduler.reserve(body, ids)
+            self._flush()
+            failpoints.hit("decode.after_reserve")
         elif isinstance(body, Cancel):
             self.scheduler.cancel(body)
         elif isinstance(body, StreamCredit):

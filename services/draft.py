@@ -21,7 +21,7 @@ from decant.protocol.config import Config
 from decant.protocol.errors import HandoffError, ProtocolError
 from decant.protocol.messages import Drafts, Drain, Heartbeat, Hello, Peers, Propose
 from decant.protocol.wire import Envelope, Sender, pack_ids, unpack_ids
-from decant.services import metrics
+from decant.services import failpoints, metrics
 from decant.services.link import RouterLink
 from decant.services.process import build, loop_lag_ms, run, stop
 from decant.services.serving_metrics import DraftMetrics
@@ -134,6 +134,7 @@ class DraftService:
             self.is_busy = not self._waiting.empty()
             envelope = await self._waiting.get()
             self.is_busy = True
+            failpoints.hit("draft.before_propose")
             body = envelope.body
             assert isinstance(body, Propose)
             peer = envelope.header.incarnation
@@ -147,6 +148,7 @@ class DraftService:
                 except (ProtocolError, ValueError, IndexError) as error:
                     # NOTE: decode goes on without drafts: a bad proposal costs nothing but speed.
                     log.warning("bad Propose", error=str(error))
+            failpoints.hit("draft.before_answer")
             ids = array("i", [token for some in drafts for token in some])
             self.num_steps += 1
             self._metrics.propose(len(drafts), len(ids), time.monotonic_ns() - began_ns)

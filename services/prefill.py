@@ -31,7 +31,7 @@ from decant.protocol.messages import (
     Prefill,
 )
 from decant.protocol.wire import Envelope, Sender, unpack_ids
-from decant.services import metrics
+from decant.services import failpoints, metrics
 from decant.services.link import RouterLink
 from decant.services.process import build, loop_lag_ms, run, stop
 from decant.services.serving_metrics import PageGauge, PrefillMetrics
@@ -141,11 +141,14 @@ class PrefillService:
             if plan.is_first and self.scheduler.cache is not None:
                 self._metrics.lookup(len(plan.lane.ids), plan.lane.num_cached)
             began_ns = time.monotonic_ns()
+            failpoints.hit("prefill.before_chunk")
             output = await self.thread.run(execute_prefill, self.engine, plan)
+            failpoints.hit("prefill.after_chunk")
             self.num_steps += 1
             self._metrics.step(plan.num_tokens, time.monotonic_ns() - began_ns)
             self.scheduler.apply(output, now_ms())
             self._flush()
+            failpoints.hit("prefill.after_publish")
 
     async def _tick(self) -> None:
         while True:
@@ -186,6 +189,7 @@ class PrefillService:
             for message in self._early.pop(incarnation, ()):
                 self._outbox.post(envelope.identity, message)
             if isinstance(envelope.body, KVRelease):
+                failpoints.hit("prefill.before_free")
                 self.scheduler.released(envelope.body)
                 self._flush()
 
@@ -198,6 +202,7 @@ class PrefillService:
                 log.warning("bad Prefill", rid=body.request_id, error=error.message)
                 return
             self.scheduler.prefill(body, ids, now_ms())
+            failpoints.hit("prefill.after_queued")
         elif isinstance(body, Cancel):
             self.scheduler.cancel(body)
         elif isinstance(body, Drain):

@@ -116,6 +116,41 @@ async def test_killed_worker_resumes_exactly(tmp_path: Path, victim: str) -> Non
         await router.baseline()
 
 
+POINTS = [
+    *("prefill.after_queued", "prefill.before_chunk", "prefill.after_chunk"),
+    *("prefill.after_publish", "prefill.before_free"),
+    *("decode.before_reserve", "decode.after_reserve", "decode.before_pull"),
+    *("decode.before_release", "decode.after_release", "decode.before_step"),
+    *("decode.before_tokens", "decode.after_tokens"),
+    *("draft.before_propose", "draft.before_answer"),
+]
+QUICK = ("prefill.after_publish", "decode.before_release", "decode.before_tokens")
+
+
+@pytest.mark.parametrize(
+    "point", [pytest.param(p, marks=() if p in QUICK else pytest.mark.slow) for p in POINTS]
+)
+async def test_death_at_every_edge(tmp_path: Path, point: str) -> None:
+    """kill -9 the fourth time a worker passes a point; a fresh one takes over; nothing changes."""
+    victim = point.partition(".")[0] + "-0"
+    async with ScriptedRouter(tmp_path) as router:
+        router.start(victim, failpoint=f"{point}:kill@4")
+        await router.up(*(set(ALL) - {victim}))
+        await router.until(lambda: victim in router.beats, "the victim is up")
+        jobs = [await router.submit(job) for job in some_jobs(8, 60)]
+        await router.until(lambda: router.processes[victim].poll() is not None, "death")
+        assert router.processes[victim].returncode == -signal.SIGKILL
+        await router.kill(victim)
+        await router.up(victim)
+        for job in jobs:
+            waits = victim == "decode-0" or (victim == "prefill-0" and job.phase != "decoding")
+            if not job.is_done and waits:
+                await router.resume(job)
+        await router.done(*jobs)
+        check(*jobs)
+        await router.baseline()
+
+
 async def test_preemption_over_sockets(tmp_path: Path) -> None:
     async with ScriptedRouter(tmp_path, pages=8) as router:
         await router.up(*ALL)

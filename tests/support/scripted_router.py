@@ -121,7 +121,7 @@ class ScriptedRouter:
 
     # ---- processes -------------------------------------------------------------------------------
 
-    def start(self, *instances: str) -> None:
+    def start(self, *instances: str, failpoint: str = "") -> None:
         for instance in instances:
             role = instance.partition("-")[0]
             with (self.run_dir / f"{instance}.log").open("ab") as log:
@@ -130,7 +130,12 @@ class ScriptedRouter:
                     + ["--config", str(self.file), "--instance", instance],
                     stdout=log,
                     stderr=log,
-                    env={**os.environ, "DECANT_FAKE": self.settings, "OMP_NUM_THREADS": "1"},
+                    env={
+                        **os.environ,
+                        "DECANT_FAKE": self.settings,
+                        "DECANT_FAILPOINT": failpoint,
+                        "OMP_NUM_THREADS": "1",
+                    },
                 )
 
     async def kill(self, instance: str) -> None:
