@@ -105,9 +105,9 @@ def _compress_kernel(
         i = tl.arange(0, SIZE)
         target = state + (position % RING) * (2 * SIZE) + i
         mine = projected + row.to(tl.int64) * p_stride + i
-        s = tl.load(mine + SIZE) + tl.load(ape + (position % RATIO) * SIZE + i)
+        score = tl.load(mine + SIZE) + tl.load(ape + (position % RATIO) * SIZE + i)
         tl.store(target, tl.load(mine), mask=keep & (i >= 0))
-        tl.store(target + SIZE, s, mask=keep & (i >= 0))
+        tl.store(target + SIZE, score, mask=keep & (i >= 0))
     if EMIT and (position + 1) % RATIO == 0:
         channel = tl.arange(0, WIDTH)
         COUNT: tl.constexpr = RATIO * SERIES
@@ -144,15 +144,14 @@ def _compress_kernel(
         scale = base + ROWS * DATA + entry_row * SCALES
         rounded = to_bf16(e).to(tl.float32)
         if INDEX:
-            i = tl.arange(0, WIDTH)
-            bits = i[:, None] & i[None, :]
+            bits = channel[:, None] & channel[None, :]
             bits ^= bits >> 4
             bits ^= bits >> 2
             bits ^= bits >> 1
             sign = (1 - 2 * (bits & 1)).to(tl.float32)
             y = tl.sum(rounded * sign, axis=1) * 0.08838834764831845
             factor, inverse, _ = power_of_two_scale(tl.max(tl.abs(y), axis=0))
-            tl.store(data + i, to_e4m3(y * inverse).to(tl.uint8, bitcast=True))
+            tl.store(data + channel, to_e4m3(y * inverse).to(tl.uint8, bitcast=True))
             tl.store(scale.to(tl.pointer_type(tl.float32)), factor)
         else:
             store_key(rounded, data, scale)

@@ -42,7 +42,7 @@ CONFIGS: dict[tuple[str, str], tuple[tuple[int, Config], ...]] = {
     ),
     ("sm_120", "gate_up"): (
         (12, Config(block_n=16, block_t=16, num_warps=1, num_stages=6)),
-        (512, Config(block_n=64, block_t=16, num_warps=4, num_stages=4)),
+        (512, Config(block_n=64, block_t=16, num_warps=2, num_stages=4)),
         (4096, Config(block_n=64, block_t=32, num_warps=4, num_stages=3)),
         (1 << 30, Config(block_n=64, block_t=64, num_warps=4, num_stages=3)),
     ),
