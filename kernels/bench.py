@@ -12,6 +12,7 @@ import json
 import math
 import statistics
 import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -213,3 +214,41 @@ def line(record: dict[str, Any]) -> str:
 def write_json(records: list[dict[str, Any]], path: Path) -> None:
     """Write the records as a JSON list."""
     path.write_text(json.dumps(records, indent=1) + "\n")
+
+
+def main(argv: list[str]) -> int:
+    """``decant bench-kernels [OP...] [--json FILE]``. Exit status 1 if a result was wrong."""
+    import argparse
+
+    from decant.kernels.cases import cases
+    from decant.kernels.config import architecture
+
+    parser = argparse.ArgumentParser(prog="decant bench-kernels", description=main.__doc__)
+    parser.add_argument("op", nargs="*", help="operations to run; all if none is named")
+    parser.add_argument("--json", type=Path, help="write the records to this file")
+    arguments = parser.parse_args(argv)
+    known = {case.op for case in cases()}
+    unknown = set(arguments.op) - known
+    if unknown:
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(sorted(known))}")
+    if not torch.cuda.is_available():
+        parser.error("there is no GPU here")
+    arch = architecture()
+    ceilings = measure_ceilings()
+    curve = ", ".join(f"{size / 1e6:.3g} MB {us:.1f} us" for size, us in ceilings.curve)
+    print(f"{torch.cuda.get_device_name()} ({arch}); reads: {curve}")
+    print(f"copy {ceilings.copy_gbs:.0f} GB/s, bf16 8192^3 {ceilings.bf16_tflops:.0f} TFLOP/s")
+    records = []
+    for case in cases():
+        if arguments.op and case.op not in arguments.op:
+            continue
+        records.append(measure(case.build(arch), ceilings, arch))
+        print(line(records[-1]), flush=True)
+        torch.cuda.empty_cache()
+    if arguments.json:
+        write_json(records, arguments.json)
+    return int(any(not record["error"] <= record["tolerance"] for record in records))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

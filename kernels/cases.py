@@ -11,7 +11,18 @@ from functools import partial
 
 import torch
 
-from decant.kernels import fp4_moe, fp8_linear, gate, indexer, mhc, sparse_mla_decode
+from decant.kernels import (
+    compressor,
+    fp4_moe,
+    fp8_linear,
+    gate,
+    indexer,
+    kv_store,
+    mhc,
+    sampling,
+    sparse_mla_decode,
+    wo_a,
+)
 from decant.kernels.bench import Problem, sets_for
 from decant.kernels.layout import CSA_RATIO, HCA_RATIO, ROW_BYTES, page_layout, slot_layout
 from decant.kernels.rows import dequantise_keys_ref, read_rows
@@ -396,6 +407,146 @@ def router(arch: str, tokens: int) -> Problem:
     return Problem("gate", f"tokens={tokens}", sets, run, EXPERTS * HIDDEN * 2, 0, error, 1e-4)
 
 
+def store(arch: str, tokens: int) -> Problem:
+    """Query and key norm, rotation and store."""
+    layout = slot_layout((CSA_RATIO,), 3)
+    window = layout.window[0]
+    slots = torch.zeros(tokens, layout.stride, dtype=torch.uint8, device="cuda")
+    sets = sets_for(tokens * HEADS * 512 * 2)
+    qs = [torch.randn(tokens, HEADS, 512, device="cuda").bfloat16() for _ in range(sets)]
+    k = torch.randn(tokens, 512, device="cuda").bfloat16()
+    norm = torch.rand(512, device="cuda").bfloat16()
+    positions = torch.arange(tokens, device="cuda").int() + 70_000
+    frequencies = 10000.0 ** (-torch.arange(0, 64, 2, device="cuda").float() / 64)
+    rope = kv_store.rope_rows(positions, frequencies, torch.empty(tokens, 64, device="cuda"))
+    slot_of_row = torch.arange(tokens, device="cuda").int()
+
+    def run(i: int) -> None:
+        kv_store.norm_rope_store(
+            qs[i], k, norm, rope, slot_of_row, positions, slots, layout.stride, window
+        )
+
+    def error() -> float:
+        before = qs[0].clone()
+        run(0)
+        expected = kv_store.rotate_ref(kv_store.norm_ref(before), rope)
+        key = kv_store.rotate_ref(kv_store.norm_ref(k, norm), rope)
+        stored = []
+        for row in range(min(tokens, 8)):
+            data, scale = read_rows(slots[row], window)
+            at = int(positions[row]) % window.rows
+            stored.append(dequantise_keys_ref(data[at : at + 1], scale[at : at + 1]))
+        # e4m3 keeps three bits: 2^-4 of each value at most
+        return max(relative(qs[0], expected), relative(torch.cat(stored), key[:8]) / 10)
+
+    size = tokens * (2 * HEADS * 1024 + 1024 + ROW_BYTES)
+    return Problem("store", f"tokens={tokens}", sets, run, size, 0, error, 5e-3)
+
+
+def projection(arch: str, tokens: int) -> Problem:
+    """wo_a with inverse rotation: two groups of 1,024 x 4,096."""
+    n, k = 2048, 4096
+    sets = sets_for(n * k)
+    weights = [torch.randn(n, k, device="cuda").to(torch.float8_e4m3fn) for _ in range(sets)]
+    scale = torch.randint(115, 124, (n // 128, k // 128), dtype=torch.uint8, device="cuda")
+    o = torch.randn(tokens, HEADS, 512, device="cuda").bfloat16()
+    angle = torch.rand(tokens, 32, device="cuda") * 6
+    rope = torch.cat((angle.cos(), angle.sin()), -1)
+    out = torch.empty(tokens, n, dtype=torch.bfloat16, device="cuda")
+    scratch = fp8_linear.workspace(n, 64, "cuda")
+
+    def run(i: int) -> None:
+        wo_a.wo_a(o, rope, weights[i], scale, scratch, out, arch)
+
+    def error() -> float:
+        out.fill_(float("nan"))
+        run(0)
+        return relative(out, wo_a.wo_a_ref(o, rope, weights[0], scale))
+
+    size = n * k + tokens * (HEADS * 1024 + n * 2)
+    return Problem("wo_a", f"tokens={tokens}", sets, run, size, 2 * tokens * n * k, error, 5e-3)
+
+
+def compression(arch: str, rows: int, ratio: int, closing: bool) -> Problem:
+    """Compressor step of ``rows`` sequences; closing: every row completes a window."""
+    layout, slot = page_layout((ratio,), PAGE_TOKENS), slot_layout((ratio,), 3)
+    state, part = slot.state[0], layout.keys[0]
+    size = 1024 if ratio == CSA_RATIO else 512
+    slots = torch.randn(rows, slot.stride // 4, device="cuda").view(torch.uint8)
+    pages = torch.zeros(rows, layout.stride, dtype=torch.uint8, device="cuda")
+    table = torch.arange(rows, device="cuda").int().view(rows, 1)
+    slot_of_row = torch.arange(rows, device="cuda").int()
+    position = ratio * 3 - 1 if closing else ratio * 3 - 2
+    positions = torch.full((rows,), position, dtype=torch.int32, device="cuda")
+    projected = torch.randn(rows, 2 * size, device="cuda")
+    ape = torch.randn(ratio, size, device="cuda")
+    norm = torch.rand(512, device="cuda").bfloat16()
+    angle = torch.rand(rows, 32, device="cuda")
+    rope = torch.cat((angle.cos(), angle.sin()), -1)
+
+    def run(i: int) -> None:
+        compressor.compress(
+            projected, ape, norm, rope, slots, slot.stride, state, pages, layout.stride, part,
+            slot_of_row, positions, table, ratio, 1,
+        )  # fmt: skip
+
+    def error() -> float:
+        run(0)
+        if not closing:
+            return 0.0
+        first = position + 1 - ratio - (ratio if ratio == CSA_RATIO else 0)
+        ring = slots.view(torch.float32)[0, state.offset // 4 :][: state.rows * 2 * size]
+        ring = ring.view(state.rows, 2 * size)[torch.arange(first, position + 1) % state.rows]
+        e = compressor.entry_ref(ring[:, :size], ring[:, size:], norm, False)
+        e = kv_store.rotate_ref(e[None], rope[:1])
+        data, scale = read_rows(pages[0], part)
+        at = position // ratio
+        got = dequantise_keys_ref(data[at : at + 1], scale[at : at + 1])
+        return relative(got, e) / 10
+
+    read = (8 if ratio == CSA_RATIO else 128) * 4096 if closing else 0
+    name = f"ratio={ratio} rows={rows} closing={closing}"
+    return Problem("compress", name, 1, run, rows * (4 * 2 * size * 2 + read), 0, error, 5e-3)
+
+
+def draw(arch: str, rows: int, setting: str) -> Problem:
+    """Sampling over the whole vocabulary."""
+    vocab = 129_280
+    scratch = sampling.Workspace(rows, vocab, "cuda")
+    sets = sets_for(rows * vocab * 4)
+    logits = [torch.randn(rows, vocab, device="cuda") * 2 for _ in range(sets)]
+
+    def full(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.full((rows,), value, dtype=dtype, device="cuda")
+
+    temperature = full(0.0 if setting == "greedy" else 0.8)
+    top_p = full(0.95 if setting == "top_p" else 1.0)
+    top_k = full(0, torch.int32)
+    min_p = full(0.0)
+    seeds = torch.randint(0, 2**62, (rows,), device="cuda")
+    choices, positions = full(0, torch.int32), torch.arange(rows, device="cuda").int()
+    tokens = torch.empty(rows, dtype=torch.int32, device="cuda")
+
+    def run(i: int) -> None:
+        sampling.sample(
+            logits[i], temperature, top_k, top_p, min_p, seeds, choices, positions, scratch, tokens
+        )
+
+    def error() -> float:
+        tokens.fill_(-9)
+        run(0)
+        wrong = 0
+        for row in range(min(rows, 4)):
+            noise = sampling.gumbel_ref(int(seeds[row]), 0, int(positions[row]), vocab)
+            token, margin = sampling.draw_ref(
+                logits[0][row].cpu(), float(temperature[row]), 0, float(top_p[row]), 0.0, noise
+            )
+            wrong += int(margin > 1e-3 and token != int(tokens[row]))
+        return float(wrong)
+
+    return Problem("sample", f"{setting} rows={rows}", sets, run, rows * vocab * 4, 0, error, 0.5)
+
+
 def cases() -> Iterator[Case]:
     """Every case of the benchmark, in the order of their weight in a decode step."""
     for kind in ("mxfp4", "nvfp4"):
@@ -421,3 +572,12 @@ def cases() -> Iterator[Case]:
         yield Case("mhc", partial(boundary, tokens=tokens))
     for tokens in (1, 64):
         yield Case("gate", partial(router, tokens=tokens))
+    for tokens in (1, 64, 4096):
+        yield Case("store", partial(store, tokens=tokens))
+    for tokens in (1, 64, 4096):
+        yield Case("wo_a", partial(projection, tokens=tokens))
+    for ratio in (CSA_RATIO, HCA_RATIO):
+        for closing in (False, True):
+            yield Case("compress", partial(compression, rows=64, ratio=ratio, closing=closing))
+    for setting in ("greedy", "plain", "top_p"):
+        yield Case("sample", partial(draw, rows=64, setting=setting))

@@ -40,7 +40,7 @@ class Shipped:
     name: str
     arch: str
     kernel: Any
-    arguments: dict[str, str | int | float | bool]
+    arguments: dict[str, Any]
     config: Config
     instruction: str = ""
     spill_limit: int = 0
@@ -64,7 +64,14 @@ def _moe(arch: str) -> Iterator[Shipped]:
     for group in (32, 16):
         weights: dict[str, Any] = {"codes": U8, "scales": U8, "rows": F32, "GROUP": group}
         for bound, c in fp4_moe.CONFIGS[arch, "gate_up"]:
-            arguments = {"x": F16, "out": F16, "TOP_K": 6, "K": 4096, "N": 1024, "LIMIT": 10.0}
+            arguments: dict[str, Any] = {
+                "x": F16,
+                "out": F16,
+                "TOP_K": 6,
+                "K": 4096,
+                "N": 1024,
+                "LIMIT": 10.0,
+            }
             arguments |= weights | lists | {"BLOCK_N": c.block_n, "BLOCK_T": c.block_t}
             name = f"moe gate_up group {group} <= {bound}"
             yield Shipped(name, arch, fp4_moe._gate_up_kernel, arguments, c, MMA)
