@@ -200,6 +200,7 @@ def load_model(
     """trunk: load the trunk's layers. mtp: "full", "keys" (window keys only) or "none"."""
     shape = reader.checkpoint.shape
     shape.check_tp(reader.tp, quantise)
+    products.is_invariant()  # probe now, not in the first step
     count = shape.num_hidden_layers if trunk else 0
     return Model(
         shape=shape,

@@ -1,0 +1,87 @@
+"""Loading: memory, time-critical imports, and what the configuration may ask."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from decant.engine.load import load_draft, load_engine, model_folder, model_info
+from decant.protocol.config import Config, DecodeConfig, ModelConfig
+from decant.protocol.errors import CheckpointError, ConfigError
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+
+MEASURE = """
+import resource, sys
+import torch
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+from decant.engine.load import load_engine
+from decant.protocol.config import Config, DecodeConfig
+engine = load_engine(Config(decode=DecodeConfig(pages=8, slots=2, max_batch=2)), "decode")
+after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+weights = 0
+seen = set()
+def walk(x):
+    global weights
+    if isinstance(x, torch.Tensor):
+        if x.data_ptr() not in seen:
+            seen.add(x.data_ptr())
+            weights += x.numel() * x.element_size()
+    elif isinstance(x, (list, tuple)):
+        for y in x: walk(y)
+    elif hasattr(x, "__dataclass_fields__"):
+        for name in x.__dataclass_fields__: walk(getattr(x, name))
+walk(engine.model)
+engine.close()
+print(before >> 10, after >> 10, weights >> 20)
+"""
+
+
+def test_memory_of_a_process() -> None:
+    """The shipped model: peak is the weights and little more, streamed tensor by tensor."""
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", MEASURE], capture_output=True, text=True, check=True
+    )
+    before, peak, weights = (int(x) for x in done.stdout.split())
+    assert weights > 50
+    assert peak - before <= weights + 100
+    assert peak <= 700
+
+
+def test_model_info_needs_no_torch() -> None:
+    code = (
+        "import sys; from decant.engine.load import model_info; from decant.protocol.config import"
+        " Config; print(model_info(Config()).served_name, 'torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["demo", "False"]
+
+
+def test_facts() -> None:
+    info = model_info(Config(model=ModelConfig(max_context=1000)))
+    assert info.max_context == 1000
+    assert (info.eos_token_id, info.has_mtp) == (1, True)
+    long = model_info(Config(model=ModelConfig(path=str(GOLDEN / "kv-state"))))
+    assert long.max_context == 1024  # the model's own limit
+    assert model_folder(Config()).name == "demo"
+
+
+def test_what_is_refused() -> None:
+    config = Config(model=ModelConfig(path=str(GOLDEN / "trunk-fp32")))
+    with pytest.raises(ConfigError, match="device 'cuda'"):
+        load_engine(dataclasses.replace(config, device="cuda"), "decode")
+    with pytest.raises(ConfigError, match=r"set decode.threads = 1"):
+        load_engine(dataclasses.replace(config, decode=DecodeConfig(threads=2)), "decode")
+    with pytest.raises(ConfigError, match="no engine for role 'router'"):
+        load_engine(config, "router")
+    wide = dataclasses.replace(config.model, quantise_activations=True)
+    with pytest.raises(CheckpointError, match="quantise_activations needs hidden_size % 128"):
+        load_engine(dataclasses.replace(config, model=wide), "decode")
+    with pytest.raises(CheckpointError, match="does not exist"):
+        load_draft(Config(model=ModelConfig(path="/nowhere")))
