@@ -256,7 +256,8 @@ def _plots(summary: dict[str, Any], records: Sequence[Record]) -> list[str]:
         )
     if summary.get("pages"):
         pages = summary["pages"]
-        states = sorted({*pages["before"], *pages["after"]})
+        both = (pages["before"], pages["after"])
+        states = sorted({s for side in both for s, value in side.items() if value})
         plots.append(
             charts.stacked(
                 "KV pages before and after",

@@ -24,7 +24,7 @@ from decant.engine.handoff import Pull
 from decant.engine.interface import Engine
 from decant.engine.sampler import Sampler
 from decant.protocol.config import Config
-from decant.protocol.errors import HandoffError, ProtocolError
+from decant.protocol.errors import DeadlineExceeded, HandoffError, ProtocolError
 from decant.protocol.messages import (
     Cancel,
     Decoding,
@@ -34,6 +34,7 @@ from decant.protocol.messages import (
     Hello,
     KVGone,
     KVReady,
+    Lost,
     Message,
     Peer,
     Peers,
@@ -258,6 +259,8 @@ class DecodeService:
             self._metrics.handed_off(self._transport, message.num_handoff_bytes, message.handoff_ms)
         elif isinstance(message, Preempted):
             self._metrics.preempted.inc()
+        elif isinstance(message, Lost) and message.code == DeadlineExceeded.code:
+            self._metrics.expired.inc()
 
     async def _pull(self, pull: Pull) -> None:
         """Copy pages in the copying thread."""

@@ -75,6 +75,7 @@ class Gateway:
         self._client = client
         self._model = model_folder.read(config)
         self._metrics = GatewayMetrics(self.registry)
+        self._metrics.parked.set_function(lambda: client.num_parked)
         self.checker = Checker(self._model.tokenizer_path, self._model.vocab_size)
         self._backend = Backend(config.gateway, self._model, client, self._metrics, self.checker)
         self._keys = Keys(config.gateway)

@@ -133,6 +133,11 @@ class RequestClient:
     def num_streams(self) -> int:
         return len(self._streams)
 
+    @property
+    def num_parked(self) -> int:
+        """Streams whose client does not read; decode was told to wait."""
+        return sum(stream.is_parked for stream in self._streams.values())
+
     async def run(self) -> None:
         """Until cancelled."""
         try:

@@ -248,7 +248,7 @@ class DecodeMetrics:
             "handoff_failures", "Hand-offs that failed, by reason", ("reason",)
         )
         self.preempted = counter("decode_preemptions", "Sequences put out of the full pool")
-        self.expired = counter("lease_expired", "Reservations whose hand-off never came")
+        self.expired = counter("lease_expired", "Requests whose deadline passed at decode")
         self.replays = counter("decode_replays", "Replays that a tokenizer asked for")
 
     def step(self, num_sequences: int, num_tokens: int, elapsed_ns: int) -> None:
