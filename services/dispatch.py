@@ -37,7 +37,7 @@ from decant.services.membership import Fence, Health, Member, Membership
 from decant.services.placement import Placement
 from decant.services.records import Record
 
-NO_CHAIN_S = 30.0  # that long requests queue for a worker that is being started anew; then 503
+NO_CHAIN_S = 60.0  # that long requests queue for a worker that is being started anew; then 503
 START_S = 10.0  # the same after our own start: the workers of our predecessor are about to join
 SETTLE_S = 5.0  # at most, for the processes that our predecessor knew
 LOST_PREFILL_S = 5.0  # a lane that prefill should have, while it says that it is idle
