@@ -179,7 +179,10 @@ def attention(arch: str, rows: int, kind: int, context: int) -> Problem:
     _random_rows(pages)
     _random_rows(slots)
     part, window = pages_layout.keys[0], slots_layout.window[0]
-    for extents, where in ((pages, part), (slots, window)):  # scales between 2^-7 and 1
+    for extents, where in ((pages, part), (slots, window)):
+        rows_of = extents[:, where.offset : where.scale_offset].unflatten(1, (where.rows, -1))
+        rope = torch.randn(extents.shape[0], where.rows, 64, device="cuda").bfloat16()
+        rows_of[:, :, 448:] = rope.view(torch.uint8)  # scales below: between 2^-7 and 1
         begin, end = where.scale_offset, where.scale_offset + 8 * where.rows
         extents[:, begin:end] = torch.randint(
             120, 128, (extents.shape[0], end - begin), dtype=torch.uint8, device="cuda"

@@ -76,7 +76,7 @@ def _load_state(
     return c, tl.where(valid[:, None], s, float("-inf"))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _compress_kernel(
     projected, ape, norm, rope, extents, pages, slot_of_row, position_of_row, page_table,
     rows, p_stride, stride16, state_offset16, page_stride16, part_offset16, table_stride,

@@ -78,30 +78,14 @@ class PackedExperts:
         return experts, n, blocks * 2 * group
 
 
-def shuffle_words(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
-    """Interleave e2m1 codes so that a kernel extracts fp16 pairs with few instructions.
+def recode(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+    """Two e2m1 codes a byte, with the bits where the kernel needs them (see ``tiles.fp4_tile``).
 
-    low, high: uint8 [..., group] codes 0..15 of two neighbouring groups. Returns uint8 [...,
-    group]; every four bytes are one little-endian word. Within a 16-bit lane: pair A keeps sign at
-    15 and magnitude at 11..9, pair B sign 12, magnitude 8..6, pair C sign 14, magnitude 5..3, pair
-    D sign 13, magnitude 2..0.
+    low, high: uint8 codes 0..15 of two neighbouring groups. Returns uint8 of the same shape.
     """
-    quads_low = low.to(torch.int64).unflatten(-1, (-1, 4))
-    quads_high = high.to(torch.int64).unflatten(-1, (-1, 4))
-    word = torch.zeros(quads_low.shape[:-1], dtype=torch.int64, device=low.device)
-    places = (
-        (quads_low, 0, 15, 9),
-        (quads_low, 2, 12, 6),
-        (quads_high, 0, 14, 3),
-        (quads_high, 2, 13, 0),
-    )
-    for codes, first, sign, magnitude in places:
-        for lane in range(2):
-            code = codes[..., first + lane]
-            bits = ((code >> 3) << sign) | ((code & 7) << magnitude)
-            word |= bits << (16 * lane)
-    octets = torch.stack([(word >> (8 * i)) & 0xFF for i in range(4)], dim=-1)
-    return octets.flatten(-2).to(torch.uint8)
+    first = ((low >> 3) << 7) | ((low & 7) << 1)
+    second = ((high >> 3) << 6) | (((high >> 1) & 3) << 4) | (high & 1)
+    return first | second
 
 
 def pack_experts(
@@ -123,7 +107,7 @@ def pack_experts(
         )
     codes = torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)
     blocks = codes.view(experts, n, k // (2 * group), 2, group)
-    shuffled = shuffle_words(blocks[..., 0, :], blocks[..., 1, :]).transpose(1, 2).contiguous()
+    shuffled = recode(blocks[..., 0, :], blocks[..., 1, :]).transpose(1, 2).contiguous()
     raw = scales.view(torch.uint8)
     if group == 32:
         if global_scale is not None:
@@ -146,18 +130,11 @@ def unpack_experts_ref(weights: PackedExperts) -> torch.Tensor:
     """PackedExperts -> fp32 [E, N, K]."""
     experts, n, k = weights.shape
     group = weights.group
-    octets = weights.codes.to(torch.int64).unflatten(-1, (-1, 4))
-    word = sum(octets[..., i] << (8 * i) for i in range(4))
-    assert isinstance(word, torch.Tensor)
-    table = torch.tensor(E2M1 + tuple(-v for v in E2M1), device=word.device)
-    halves = []
-    for places in (((15, 9), (12, 6)), ((14, 3), (13, 0))):
-        quad = []
-        for sign, magnitude in places:
-            for lane in range(2):
-                bits = word >> (16 * lane)
-                quad.append((((bits >> sign) & 1) << 3) | ((bits >> magnitude) & 7))
-        halves.append(table[torch.stack(quad, dim=-1).flatten(-2)])
+    octets = weights.codes.long()
+    table = torch.tensor(E2M1 + tuple(-v for v in E2M1), device=octets.device)
+    low = ((octets >> 7) << 3) | ((octets >> 1) & 7)
+    high = (((octets >> 6) & 1) << 3) | (((octets >> 4) & 3) << 1) | (octets & 1)
+    halves = (table[low], table[high])
     values = torch.stack(halves, dim=3).transpose(1, 2)  # [E, N, blocks, 2, group]
     values = values.reshape(experts, n, k // group, group)
     if group == 32:
@@ -236,10 +213,10 @@ def _gate_up_kernel(
         base = code_base + block * (N * GROUP)
         low_scale = scale_base + (2 * block) * N + n
         high_scale = low_scale + N
-        low, high = fp4_tile(base, gate_offsets, GROUP)
+        low, high = fp4_tile(base + gate_offsets)
         gate = mma(low * _group_scale(low_scale, GROUP == 16)[:, None], x_low, gate)
         gate = mma(high * _group_scale(high_scale, GROUP == 16)[:, None], x_high, gate)
-        low, high = fp4_tile(base, up_offsets, GROUP)
+        low, high = fp4_tile(base + up_offsets)
         up = mma(low * _group_scale(low_scale + HALF, GROUP == 16)[:, None], x_low, up)
         up = mma(high * _group_scale(high_scale + HALF, GROUP == 16)[:, None], x_high, up)
     row_base = rows + expert * N + n
@@ -277,7 +254,7 @@ def _down_kernel(
         g_low = tl.load(g_pointer + block * 2 * GROUP, mask=valid[None, :], other=0.0)
         g_high = tl.load(g_pointer + block * 2 * GROUP + GROUP, mask=valid[None, :], other=0.0)
         low_scale = scale_base + (2 * block) * N + n
-        low, high = fp4_tile(code_base + block * (N * GROUP), offsets, GROUP)
+        low, high = fp4_tile(code_base + block * (N * GROUP) + offsets)
         acc = mma(low * _group_scale(low_scale, GROUP == 16)[:, None], g_low, acc)
         acc = mma(high * _group_scale(low_scale + N, GROUP == 16)[:, None], g_high, acc)
     weight = tl.load(weights + pair, mask=valid, other=0.0)

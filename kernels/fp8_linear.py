@@ -68,7 +68,7 @@ def fp8_linear_ref(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -
     return quantise_ref(x) @ dequantise_weight_ref(weight, scale).T
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _linear_kernel(
     x, weight, scale, partial, counter, out, tokens, x_stride,
     N: tl.constexpr, K: tl.constexpr, SPLITS: tl.constexpr,

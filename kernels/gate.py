@@ -44,7 +44,7 @@ def gate_ref(
     return experts, chosen / chosen.sum(-1, keepdim=True) * ROUTED_SCALE
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _logits_kernel(
     x, weight, partial, tokens, D: tl.constexpr, E: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -68,7 +68,7 @@ def _logits_kernel(
     tl.store(partial + offset, acc, mask=valid[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _choose_kernel(
     partial, bias, table, token_ids, experts, weights, tokens, SCALE: tl.constexpr,
     E: tl.constexpr, TOP_K: tl.constexpr, SPLITS: tl.constexpr, HASHED: tl.constexpr,
@@ -110,7 +110,7 @@ def _choose_kernel(
     tl.store(weights + token * TOP_K + lane, weight, mask=lane < TOP_K)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def _list_kernel(
     experts, pairs, tile_expert, tile_start, tile_count, num_tiles, num_pairs,
     E: tl.constexpr, BLOCK_P: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,

@@ -110,7 +110,7 @@ def _hadamard_kernel(
     tl.store(weights + row * HEADS + head, w * FACTOR * scale)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _plan_kernel(
     positions, entries, row_start, tile_start, chunk_start, rows,
     R: tl.constexpr, RATIO: tl.constexpr, K: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr,
@@ -142,7 +142,7 @@ def _find_row(starts, unit, rows, R: tl.constexpr):
     return tl.sum((start <= unit).to(tl.int32), axis=0) - 1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _logits_kernel(
     q, weights, pages, page_table, slot_of_row, entries, row_start, tile_start, logits,
     rows, page_stride16, part_offset16, table_stride,
@@ -213,7 +213,7 @@ def _select(key, valid, K: tl.constexpr):
     return (valid & (key > prefix)) | (candidate & (rank <= want))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _chunk_kernel(
     logits, entries, row_start, chunk_start, best_value, best_entry, selected, rows,
     R: tl.constexpr, K: tl.constexpr, CHUNK: tl.constexpr,

@@ -45,7 +45,7 @@ def norm_ref(x: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tenso
     return x if weight is None else x * weight.double()
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["shift"])
 def _rope_kernel(positions, frequencies, out, shift):
     """cos and sin of one row's angles; a negative position counts as 0."""
     row = tl.program_id(0)

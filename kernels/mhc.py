@@ -86,7 +86,7 @@ def _product(x, fn, acc):
         return acc + tl.dot(x, tl.trans(fn), input_precision="tf32x3")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _combine_kernel(
     x, y, post, comb, fn, streams, partial, tokens,
     D: tl.constexpr, DOTS: tl.constexpr, SPLITS: tl.constexpr, COMBINE: tl.constexpr,
@@ -139,7 +139,7 @@ def _combine_kernel(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _collapse_kernel(
     streams, partial, base, scale, norm, post, comb, out, out16, tokens,
     D: tl.constexpr, SPLITS: tl.constexpr, HEAD: tl.constexpr, WITH_FP16: tl.constexpr,

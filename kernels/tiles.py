@@ -54,46 +54,39 @@ def to_e4m3(x):
 
 
 @triton.jit
-def fp4_tile(base, offsets, GROUP: tl.constexpr):
-    """Load a [rows, GROUP] byte tile of shuffled FP4 and return (low, high) halves as fp16 / 2^14.
+def fp4_tile(pointers):
+    """Load a tile of recoded FP4 bytes and return (low, high) as fp16 values / 2^14.
 
-    base: uint8 pointer to the first byte of the tile; offsets: [rows, GROUP] byte offsets, columns
-    contiguous and 4-byte aligned. ``low`` holds elements 0..GROUP-1 along K, ``high``
-    GROUP..2*GROUP-1. The bit order inside each 4-byte word is that of ``fp4_moe.shuffle_words``:
-    four pairs of e2m1 codes, each extracted as an fp16 pair whose value is the code's value times
-    2^-14 (the two exponent bits of e2m1 land in the low exponent bits of fp16; fp16 subnormals
-    make code 1 exact).
+    A byte holds two e2m1 codes, each extracted as an fp16 whose value is the code's times 2^-14
+    (the two exponent bits of e2m1 land in the low exponent bits of fp16; fp16 subnormals make code
+    1 exact). Bits of a byte: the low element's sign 7 and magnitude 3..1, which are in place once
+    the byte is the upper half of an fp16; the high element's sign 6, exponent 5..4 and mantissa 0.
+    Byte by byte, so that it is right for any distribution of the tile over threads.
     """
     if INTERPRET:
-        column = tl.arange(0, GROUP)[None, :]
-        word = tl.load((base + (offsets - column % 4)).to(tl.pointer_type(tl.uint32)))
-        lane = (word >> ((column & 1) * 16).to(tl.uint32)) & 0xFFFF
-        second = (column & 2) != 0
-        low = tl.where(second, (lane << 3) & 0x8E00, lane & 0x8E00)
-        high = tl.where(
-            second,
-            ((lane << 9) & 0x0E00) | ((lane << 2) & 0x8000),
-            ((lane << 6) & 0x0E00) | ((lane << 1) & 0x8000),
-        )
+        lane = tl.load(pointers).to(tl.uint16) << 8
+        low = lane & 0x8E00
+        high = ((lane << 1) & 0x8200) | ((lane >> 2) & 0x0C00)
         low = low.to(tl.uint16).to(tl.float16, bitcast=True)
         high = high.to(tl.uint16).to(tl.float16, bitcast=True)
     else:
-        packed = tl.load(base + offsets, eviction_policy="evict_first")
+        packed = tl.load(pointers, eviction_policy="evict_first")
         low, high = tl.inline_asm_elementwise(
             """
             {
-            .reg .b32 t, u;
-            and.b32 $0, $4, 0x8E008E00;
-            shl.b32 t, $4, 3;
+            .reg .b32 s, t, u;
+            prmt.b32 s, $4, 0, 0x1404;
+            prmt.b32 t, $4, 0, 0x3424;
+            and.b32 $0, s, 0x8E008E00;
             and.b32 $1, t, 0x8E008E00;
-            shl.b32 t, $4, 6;
-            shl.b32 u, $4, 1;
-            and.b32 u, u, 0x80008000;
-            lop3.b32 $2, t, 0x0E000E00, u, 0xEA;
-            shl.b32 t, $4, 9;
-            shl.b32 u, $4, 2;
-            and.b32 u, u, 0x80008000;
-            lop3.b32 $3, t, 0x0E000E00, u, 0xEA;
+            shl.b32 u, s, 1;
+            and.b32 u, u, 0x82008200;
+            shr.b32 s, s, 2;
+            lop3.b32 $2, s, 0x0C000C00, u, 0xEA;
+            shl.b32 u, t, 1;
+            and.b32 u, u, 0x82008200;
+            shr.b32 t, t, 2;
+            lop3.b32 $3, t, 0x0C000C00, u, 0xEA;
             }
             """,
             "=r,=r,=r,=r,r",

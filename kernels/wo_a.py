@@ -50,7 +50,7 @@ def wo_a_ref(
     return torch.einsum("tgk,grk->tgr", x, w).flatten(1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _wo_a_kernel(
     o, rope, weight, scale, partial, counter, out, tokens,
     GROUPS: tl.constexpr, R: tl.constexpr, K: tl.constexpr, SPLITS: tl.constexpr,
