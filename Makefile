@@ -9,7 +9,7 @@
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: run test test-full test-gpu check bench demo-weights lock down clean help chaos
+.PHONY: run test test-full test-gpu test-peers check bench demo-weights lock down clean help chaos
 
 EXTRAS ?= cpu
 PROFILE ?= $(if $(filter gpu,$(EXTRAS)),one-gpu,demo)
@@ -36,6 +36,14 @@ test-full: $(VENV)/.test
 test-gpu: EXTRAS := gpu
 test-gpu: $(VENV)/.gpu $(VENV)/.test
 	$(BIN)/python -m pytest -q -m "gpu or tp4" $(ARGS)
+
+# Other people's clients, each in an environment of its own (.peers/NAME).
+test-peers: $(VENV)/.test
+	@grep -v '^#' tests/peers/requirements.txt | while read -r package; do \
+	  name=$$(echo "$$package" | sed 's/[][=].*//'); \
+	  test -x .peers/$$name/bin/pip || $(PYTHON) -m venv .peers/$$name || exit 1; \
+	  .peers/$$name/bin/pip install -q "$$package" || exit 1; done
+	DECANT_PEERS=$(CURDIR)/.peers $(BIN)/python -m pytest -q tests/peers $(ARGS)
 
 check: $(VENV)/.test
 	$(BIN)/ruff check .
