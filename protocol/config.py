@@ -110,6 +110,7 @@ class KVConfig:
 
 @dataclass(frozen=True)
 class ObservabilityConfig:
+    metrics_compat: str = ""  # vllm or sglang: /metrics has their names too
     prometheus: str = ""  # command (a name on PATH or a path) to start beside the set; empty: none
     prometheus_port: int = 9090  # on loopback
     grafana: str = ""  # command, such as grafana or grafana-server; empty: none
@@ -150,6 +151,10 @@ class Config:
             f"kv.page_tokens {self.kv.page_tokens} is not a multiple of 128",
         )
         need(0 <= self.kv.max_drafts <= 7, "kv.max_drafts is 0 to 7")
+        need(
+            self.observability.metrics_compat in ("", "vllm", "sglang"),
+            "observability.metrics_compat is vllm, sglang or empty",
+        )
         need(
             0 <= self.draft.num_drafts <= self.kv.max_drafts,
             f"draft.num_drafts {self.draft.num_drafts} exceeds kv.max_drafts {self.kv.max_drafts}",

@@ -386,7 +386,7 @@ class Gateway:
         return web.json_response(self._openapi_page)
 
     async def _metrics_page(self, request: web.Request) -> web.StreamResponse:
-        compat = request.query.get("compat", "")
+        compat = request.query.get("compat", self._config.observability.metrics_compat)
         if compat not in ("", "vllm", "sglang"):
             raise ApiError(400, "invalid_request", "compat is vllm or sglang.", "compat")
         run_dir, own = self._config.run_dir, self._own_page()
