@@ -60,8 +60,11 @@ class Mock:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
 
-        async def event(data: object) -> None:
-            await response.write(b"data: " + json.dumps(data).encode() + b"\n\n")
+        kind = "chat.completion.chunk" if is_chat else "text_completion"
+        frame = {"id": f"mock-{self.num_requests}", "object": kind, "created": 0, "model": "mock"}
+
+        async def event(data: dict[str, Any]) -> None:
+            await response.write(b"data: " + json.dumps({**frame, **data}).encode() + b"\n\n")
 
         try:
             if fault == "hang":
