@@ -53,7 +53,7 @@ bench: $(VENV)/.$(EXTRAS)
 	$(BIN)/decant bench $(ARGS)
 
 chaos: $(VENV)/.test
-	$(BIN)/python -m pytest -q -m "e2e" tests/chaos $(ARGS)
+	DECANT_CHAOS_SCALE=$${DECANT_CHAOS_SCALE:-80} $(BIN)/python -m pytest -q -s tests/chaos $(ARGS)
 
 demo-weights: $(VENV)/.$(EXTRAS)
 	$(BIN)/python -P -m decant.engine.demo.train --out build/demo $(ARGS)
