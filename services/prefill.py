@@ -39,6 +39,7 @@ from decant.services.sockets import Outbox, RouterSocket
 from decant.services.worker import WorkThread, drained, flushed, now_ms
 
 TICK_S = 0.5
+MAX_DECODES = 64  # connections whose identity is kept, dead ones included
 MAX_EARLY = 4096  # messages kept for decodes that did not say Hello yet
 
 log = structlog.get_logger()
@@ -212,7 +213,11 @@ class PrefillService:
 
     async def _on_peers(self, peers: Peers) -> None:
         decodes = {p.incarnation for p in peers.peers if p.service == "decode"}
-        self._identities = {i: v for i, v in self._identities.items() if i in decodes}
+        # NOTE: a restarted router does not know a decode yet that keeps its connection to us and
+        # so says no second Hello: its identity must not be forgotten for being absent once.
+        gone = [i for i in self._identities if i not in decodes]
+        for incarnation in gone[: max(0, len(self._identities) - MAX_DECODES)]:
+            del self._identities[incarnation]
         self._early = {i: v for i, v in self._early.items() if i in decodes}
         self.scheduler.peers(decodes)
         self._flush()

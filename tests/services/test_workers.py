@@ -11,7 +11,7 @@ import pytest
 from fake_engine import reference_tokens
 from scripted_router import Job, ScriptedRouter
 
-from decant.protocol.messages import Cancel, Drain, Sampling
+from decant.protocol.messages import Cancel, Drain, Peers, Sampling
 
 ALL = ("prefill-0", "decode-0", "draft-0")
 
@@ -223,6 +223,22 @@ async def test_a_new_router_voids_the_work_of_the_old(tmp_path: Path) -> None:
         fresh = await router.submit(Job("n", prompt(2, 400), Sampling(max_tokens=5)))
         await router.done(fresh)
         check(fresh)
+        await router.baseline()
+
+
+async def test_hand_offs_survive_a_router_that_learns_its_members_one_by_one(
+    tmp_path: Path,
+) -> None:
+    """A restarted router's first Peers may lack the decode, which has no reason to say Hello to
+    prefill again: prefill must still know the way to it."""
+    async with ScriptedRouter(tmp_path) as router:
+        await router.up("prefill-0", "decode-0")
+        _, prefill = router.members["prefill-0"]
+        await router.send("prefill-0", Peers([prefill], False, "no decode process has joined"))
+        await router.tell_peers()
+        job = await router.submit(Job("n", prompt(2, 400), Sampling(max_tokens=5)))
+        await router.done(job, wait_s=15)
+        check(job)
         await router.baseline()
 
 
