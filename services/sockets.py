@@ -68,6 +68,8 @@ class _Socket:
             except zmq.ZMQError as error:
                 if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                     raise PeerGone("the peer is not connected") from error
+                if self._socket.closed:
+                    raise PeerGone("the socket is closed") from error
                 raise
 
     async def _receive(self) -> list[bytes]:

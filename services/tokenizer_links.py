@@ -114,7 +114,9 @@ class TokenizerLinks:
         self._links.pop(link.peer.incarnation, None)
         for task in link.tasks:
             task.cancel()
-        link.socket.close()
+        # NOTE: a task that is just about to run must not find its socket closed.
+        ended = asyncio.gather(*link.tasks, return_exceptions=True)
+        ended.add_done_callback(lambda _: link.socket.close())
         if not self._links:
             self._has_any.clear()
         self._on_gone(link)

@@ -45,6 +45,7 @@ class Worker:
         self.world, self.instance = world, instance
         self.sender = Sender(instance)
         self.tasks: list[asyncio.Task[Any]] = []
+        self.has_fallen = asyncio.Event()
         self.is_busy, self.step, self.is_silent = False, 0, False
         self.endpoint = endpoint
         self.received: list[m.Message] = []
@@ -100,14 +101,13 @@ class Worker:
 
     async def _follow_child(self) -> None:
         await self.child.wait()
-        self._fall()
-
-    def _fall(self) -> None:
-        for task in self.tasks:
-            if task is not asyncio.current_task():
-                task.cancel()
+        tasks = [t for t in self.tasks if t is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)  # only then their sockets may go
         self.link.close()
         self.fallen()
+        self.has_fallen.set()
 
     def fallen(self) -> None:
         pass
@@ -116,8 +116,7 @@ class Worker:
         """kill -9."""
         with contextlib.suppress(ProcessLookupError):
             self.child.kill()
-        await self.child.wait()
-        await asyncio.sleep(0)
+        await self.has_fallen.wait()
 
     def go_silent(self) -> None:
         """SIGSTOP: the pid lives, nothing is heard."""
