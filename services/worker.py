@@ -92,7 +92,10 @@ class PeerLinks:
         dealer, _, tasks = self._links.pop(incarnation)
         for task in tasks:
             task.cancel()
-        dealer.close()
+        # NOTE: a task that is still ending must not find its socket closed: a ZMQError in the
+        # TaskGroup would end the process.
+        ended = asyncio.gather(*tasks, return_exceptions=True)
+        ended.add_done_callback(lambda _: dealer.close())
 
     def close(self) -> None:
         for incarnation in list(self._links):
