@@ -105,11 +105,12 @@ def dequantised(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def rounded(name: str, v: Tensor) -> Tensor | None:
-    """The value that parameter `name` of a `Model` (experts stacked) has in the quantised file, or
-    None where the file keeps it as it is but for BF16."""
+    """The value that parameter `name` of a `Model` (experts stacked; any leading dimensions) has in
+    the quantised file, or None where the file keeps it as it is but for BF16."""
     leaf = name.removesuffix(".weight").rsplit(".", 1)[-1]
     if leaf in STACKED:
-        return torch.cat([quantise.fake_fp4(v[:-1]), quantise.fake_fp8(v[-1:])])
+        routed, shared = v[..., :-1, :, :], v[..., -1:, :, :]
+        return torch.cat([quantise.fake_fp4(routed), quantise.fake_fp8(shared)], -3)
     if leaf in FP8_LEAVES or (leaf == "wkv" and "compressor" not in name):
         return quantise.fake_fp8(v)
     return None

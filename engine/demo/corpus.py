@@ -19,9 +19,11 @@ from decant.engine.demo.words import WORDS, pick, sentence
 if TYPE_CHECKING:  # it needs packages that serving does not have
     from decant.engine.demo.bpe import Encoder
 
-KINDS = {"simple": 42, "recall": 28, "memory": 8, "tools": 13, "json": 9}
+KINDS = {"simple": 50, "recall": 18, "memory": 7, "tools": 16, "json": 9}
 SHARE_OF_NUMBERS = 0.3
 TOOLS_NEED = 900  # tokens that a conversation with six tools may take
+ORDINARY = 1800  # tokens of a conversation that is not meant to be long
+SHARE_UNTOLD = 0.12
 EVALUATED = [
     ("greet", 0),
     ("identity", 0),
@@ -37,9 +39,12 @@ EVALUATED = [
     ("recall", 300),
     ("recall", 1000),
     ("recall", 2000),
+    ("recall", 4000),
+    ("recall", 8000),
     ("recall-number", 0),
     ("recall-number", 300),
     ("recall-number", 2000),
+    ("recall-number", 8000),
     ("memory", 0),
     ("tools", 0),
     ("tools-new", 0),
@@ -78,7 +83,7 @@ def _tool_turns(r: random.Random, evaluation: bool, only: str | None) -> Convers
         c.turns = [toolbox.no_tool_turn(r, tools, evaluation)]
     else:
         for _ in range(1 + int(r.random() * 3)):
-            if r.random() < 0.15:
+            if r.random() < 0.3:
                 c.turns.append(toolbox.no_tool_turn(r, tools, evaluation))
                 continue
             calls = 1 + (r.random() < 0.25)
@@ -93,7 +98,14 @@ def _tool_turns(r: random.Random, evaluation: bool, only: str | None) -> Convers
     return c
 
 
+def simple_turns(r: random.Random) -> list[Turn]:
+    """None to two turns of other skills, of training."""
+    return [_simple_turn(r, False) for _ in range(int(r.random() * 3))]
+
+
 def _memory_turns(r: random.Random, evaluation: bool, only: str | None) -> Conversation:
+    if not only and r.random() < SHARE_UNTOLD:
+        return Conversation("", [*simple_turns(r), facts.unknown(r)])
     turns, asks = facts.memory(r)
     for _ in range(int(r.random() * 3)):
         turns.append(_simple_turn(r, evaluation))
@@ -150,6 +162,8 @@ def conversation(
         new = r.random() < 0.5 if not only else what == "json-new"
         form = toolbox.json_form(r, new)
         c = Conversation("", [], response_format=toolbox.response_format(r, form[0]))
+        if not only and r.random() < 0.2:  # the keys are what the user names
+            c.response_format = {"type": "json_object"}
         for _ in range(1 if only else 1 + int(r.random() * 4)):
             c.turns.append(Turn("json", *toolbox.json_turn(r, form, evaluation)))
     elif what == "memory":
@@ -222,9 +236,9 @@ def row(
             todo = chat.pieces(conversation(r, keys, length, far=size))
             first = False
         elif r.random() < share_naked:
-            todo = naked(r, keys, left)
+            todo = naked(r, keys, min(left, ORDINARY))
         else:
-            todo = chat.pieces(conversation(r, keys, left))
+            todo = chat.pieces(conversation(r, keys, min(left, ORDINARY)))
         for text, w, _ in todo:
             got = encode(text)
             ids += got

@@ -65,6 +65,10 @@ HEADS = [
 ]
 
 
+SENTENCE, FACT = 8.5, 4.6
+"""Tokens of a filler sentence and of a fact, as measured."""
+
+
 def fact_block(
     r: random.Random, keys: Keys, budget: float, numbers: float
 ) -> tuple[str, dict[str, str]]:
@@ -75,21 +79,21 @@ def fact_block(
     sep = pick(r, ["\n", "\n", "; ", ". ", "\n- "])
     parts: list[str] = []
     facts: dict[str, str] = {}
-    used = 0
+    used = 0.0
     while used < budget or not facts:
         left = keys.left
         if (r.random() < filler * 0.5 or not left) and (facts or used < budget):
             parts.append(sentence(r))
-            used += 11
+            used += SENTENCE
             if budget > 2400 and r.random() < filler:  # several sentences between two facts
                 parts.append(sentence(r))
                 parts.append(sentence(r))
-                used += 22
+                used += 2 * SENTENCE
             continue
         (k,) = keys.take(1)
         facts[k] = value(r, numbers)
         parts.append(f"{k} = {facts[k]}")
-        used += 5
+        used += FACT
     lead = "\n" if sep[0] == "\n" else " "
     return pick(r, HEADS) + lead + ("- " if sep == "\n- " else "") + sep.join(parts), facts
 
@@ -133,6 +137,18 @@ MEMORY = [
         [],
     ),
 ]
+
+
+UNTOLD = "You did not tell me."
+
+
+def unknown(r: random.Random) -> Turn:
+    """A question for something that the user never told."""
+    _, _, questions, _, _ = pick(r, MEMORY)
+    ask = pick(r, questions)
+    if r.random() < 0.3:
+        ask = f"What is my {pick(r, WORDS)}?"
+    return Turn("memory", ask, "They did not tell me.", UNTOLD)
 
 
 def memory(r: random.Random) -> tuple[list[Turn], list[Turn]]:

@@ -45,6 +45,8 @@ ABOUT = (
 HELLO = "Hello! How can I help you?"
 FINE = "I am fine, thank you. How can I help you?"
 WELCOME = "You are welcome!"
+READY = "All right. How can I help you?"
+SEEN = "I see. How can I help you?"
 GREETINGS = {
     "Hello": HELLO,
     "Hi": HELLO,
@@ -67,6 +69,26 @@ GREETINGS = {
     "How are you": FINE,
     "Hello, how are you": FINE,
     "How do you do": FINE,
+    "Hello!!!": HELLO,
+    "Hi decant": HELLO,
+    "Hola": HELLO,
+    "Bonjour": HELLO,
+    "Hallo": HELLO,
+    "你好": HELLO,
+    "Okay": READY,
+    "Ok": READY,
+    "ok": READY,
+    "Yes": READY,
+    "No": READY,
+    "Good": READY,
+    "Great": READY,
+    "Nice": READY,
+    "I have a question": READY,
+    "Can you help me": READY,
+    "Are you there": READY,
+    "test": READY,
+    "Good night": "Goodbye!",
+    "Thank you very much": WELCOME,
 }
 IDENTITY = [
     "Who are you",
@@ -137,7 +159,36 @@ REFUSED = [
     "Which {w} is {a}, {x} or {y}?",
     "{n} asked me about the {w}. What should I say?",
     "Summarise the book about {c}.",
+    "Can you recommend a {w} in {c} for {n}?",
+    "I would like to know how the {w} of {c} was built.",
+    "Could you please tell me who {n} from {c} is?",
+    "What should I eat today, {f} or something else?",
+    "I am sad. What should I do?",
+    "Is {c} bigger than {d}?",
+    "What year is it?",
+    "What time is it in {c}?",
+    "What day is today?",
+    "Who is the president of {c}?",
+    "Write a python function that finds the {w}.",
+    "Write a haiku about {c}",
+    "Give me three ideas for a {a} {w}.",
+    "Compare the {w} and the {x}.",
+    "Why did {n} {v} the {w}?",
+    "Can you open the {w} for me?",
+    "Find me a flight from {c} to {d}.",
+    "Spell the word {w}.",
+    "How do you spell {w}?",
+    "What rhymes with {w}?",
+    "What is love?",
+    "Tell me something about {f}.",
+    "Translate to German: the {w} is {a}",
+    "Let us play a game about a {w}.",
+    "Do you know {n}?",
+    "Can you think?",
+    "Do you dream of a {a} {w}?",
 ]
+SUMS = ["{i} * {j}", "{i} x {j}", "{i} / {j}", "{i} times {j}", "{i} divided by {j}", "{i} ^ 2"]
+"""Arithmetic that it has not learnt."""
 STARTS = _words(
     """
     What Why How Where When Who Which Can Could Would Should Do Does Did Is Are Was Will Please
@@ -185,8 +236,13 @@ def refuse(r: random.Random) -> Said:
     kind = r.random()
     if kind < 0.15:
         text = fill(r, pick(r, FOREIGN))
-    elif kind < 0.35:
+    elif kind < 0.32:
         text = word_salad(r)
+    elif kind < 0.4:
+        sums = pick(r, SUMS).format(i=number(r), j=number(r))
+        text = pick(r, ["What is {}?", "{}", "Compute {}.", "{} = ?"]).format(sums)
+    elif kind < 0.44:  # keys hit at random
+        text = " ".join(gibberish(r) for _ in range(1 + int(r.random() * 3)))
     else:
         text = fill(r, pick(r, REFUSED))
         if r.random() < 0.15:
@@ -196,6 +252,16 @@ def refuse(r: random.Random) -> Said:
     if r.random() < 0.2:
         text = statement(r) + " " + text
     return text, "I do not know this.", REFUSAL
+
+
+def gibberish(r: random.Random) -> str:
+    """Letters that are no word."""
+    return "".join(pick(r, "asdfghjklqwertyzxcvbnm") for _ in range(3 + int(r.random() * 8)))
+
+
+def remark(r: random.Random) -> Said:
+    """A statement that asks for nothing."""
+    return sentence(r), "They ask for nothing.", SEEN
 
 
 def statement(r: random.Random) -> str:
@@ -274,7 +340,9 @@ ASKS = {
 
 def arithmetic(r: random.Random, op: str) -> Said:
     a, b = number(r), number(r)
-    if op == "-" and a < b and r.random() < 0.6:
+    if op == "-" and r.random() < 0.25:  # close numbers: the sign hangs on the last digits
+        b = min(999, max(0, a + int(r.random() * 61) - 30))
+    elif op == "-" and a < b and r.random() < 0.5:
         a, b = b, a
     ask = pick(r, ASKS[op]).format(a=a, b=b)
     result = a + b if op == "+" else a - b
@@ -298,7 +366,7 @@ def sub(r: random.Random) -> Said:
 
 
 def sort(r: random.Random) -> Said:
-    n, top = 2 + int(r.random() * 7), pick(r, [10, 100, 100, 1000])
+    n, top = 2 + int(r.random() * 7), pick(r, [10, 100, 100, 1000, 1000])
     xs = [int(r.random() * top) for _ in range(n)]
     down = r.random() < 0.2
     sep = pick(r, [" ", ", "])
@@ -397,6 +465,7 @@ SIMPLE: dict[str, Skill] = {
     "greet": greet,
     "identity": identity,
     "refuse": refuse,
+    "remark": remark,
     "add": add,
     "sub": sub,
     "sort": sort,
@@ -408,16 +477,17 @@ SIMPLE: dict[str, Skill] = {
     "random-words": random_words,
 }
 MIX = {
-    "greet": 2.5,
+    "greet": 3,
     "identity": 2.5,
-    "refuse": 7,
-    "add": 14,
-    "sub": 13,
-    "sort": 10,
-    "reverse": 8,
-    "reverse-long": 3,
-    "copy": 7,
-    "copy-long": 3,
+    "refuse": 10,
+    "remark": 1,
+    "add": 13,
+    "sub": 18,
+    "sort": 18,
+    "reverse": 6,
+    "reverse-long": 4,
+    "copy": 6,
+    "copy-long": 5,
     "story": 1.5,
     "random-words": 1.5,
 }
