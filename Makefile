@@ -56,8 +56,7 @@ chaos: $(VENV)/.test
 	DECANT_CHAOS_SCALE=$${DECANT_CHAOS_SCALE:-80} $(BIN)/python -m pytest -q -s tests/chaos $(ARGS)
 
 demo-weights: $(VENV)/.$(EXTRAS)
-	$(BIN)/python -P -m decant.engine.demo.train --out build/demo $(ARGS)
-	$(BIN)/python -P -m decant.engine.demo.export build/demo build/demo-model
+	$(BIN)/python -P -m decant.engine.demo.recipe --out build/demo $(ARGS)
 
 down:
 	$(BIN)/decant down $(ARGS)

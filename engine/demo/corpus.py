@@ -158,11 +158,12 @@ def conversation(
         system = sentence(r)
     if what.startswith("tool") or what == "no-tool":
         c = _tool_turns(r, evaluation, only)
-    elif what in ("json", "json-new"):
-        new = r.random() < 0.5 if not only else what == "json-new"
+    elif what in ("json", "json-new", "json-object"):
+        new = r.random() < 0.5 if not only else what != "json"
         form = toolbox.json_form(r, new)
         c = Conversation("", [], response_format=toolbox.response_format(r, form[0]))
-        if not only and r.random() < 0.2:  # the keys are what the user names
+        if what == "json-object" or (not only and r.random() < 0.2):
+            # The keys are what the user names.
             c.response_format = {"type": "json_object"}
         for _ in range(1 if only else 1 + int(r.random() * 4)):
             c.turns.append(Turn("json", *toolbox.json_turn(r, form, evaluation)))

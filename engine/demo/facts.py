@@ -65,8 +65,8 @@ HEADS = [
 ]
 
 
-SENTENCE, FACT = 8.5, 4.6
-"""Tokens of a filler sentence and of a fact, as measured."""
+SENTENCE, FACT = 8.5, 4.0
+"""Tokens of a filler sentence and of a fact whose value is a word, as measured."""
 
 
 def fact_block(
@@ -77,6 +77,7 @@ def fact_block(
     if budget > 2400:
         filler = 0.75 + 0.2 * r.random()  # the keys would not last
     sep = pick(r, ["\n", "\n", "; ", ". ", "\n- "])
+    mark = sep == "\n- "  # one token more
     parts: list[str] = []
     facts: dict[str, str] = {}
     used = 0.0
@@ -84,16 +85,16 @@ def fact_block(
         left = keys.left
         if (r.random() < filler * 0.5 or not left) and (facts or used < budget):
             parts.append(sentence(r))
-            used += SENTENCE
+            used += SENTENCE + mark
             if budget > 2400 and r.random() < filler:  # several sentences between two facts
                 parts.append(sentence(r))
                 parts.append(sentence(r))
-                used += 2 * SENTENCE
+                used += 2 * (SENTENCE + mark)
             continue
         (k,) = keys.take(1)
         facts[k] = value(r, numbers)
         parts.append(f"{k} = {facts[k]}")
-        used += FACT
+        used += FACT + mark + (len(facts[k]) if facts[k].isdigit() else 0)
     lead = "\n" if sep[0] == "\n" else " "
     return pick(r, HEADS) + lead + ("- " if sep == "\n- " else "") + sep.join(parts), facts
 

@@ -1,8 +1,10 @@
 """Trains the demo model: `python -P -m decant.engine.demo.train --out DIR [--resume DIR] ...`.
 
 One call is one piece of training with its own learning-rate schedule; a later piece resumes from
-the weights of an earlier one (optimisers start afresh). Generated data, seeded; clocked in seconds
-of training after compilation, and never past --deadline seconds after the start.
+the weights of an earlier one (optimisers start afresh). Generated data, seeded; clocked in steps or
+in seconds of training after compilation, and never past --deadline seconds after the start. A piece
+clocked in steps that the deadline cut short goes on with --resume and --begin. `recipe.py` calls
+this once per piece.
 """
 
 import argparse
@@ -31,6 +33,10 @@ from decant.engine.demo.shape import CONFIG, check_shape
 SHORT_REACH = (4, 8, 8, 16)
 """Windows of the rows that must find near things among the compressed entries."""
 QUEUE = 24
+COMPILING = 3
+"""Steps after which everything is compiled and the clock starts."""
+UNFINISHED = 3
+"""Exit code of a piece that the deadline cut short."""
 FEED_TIMEOUT_S = 120
 WARM_TIMEOUT_S = 150
 DRAFT_WEIGHTS = (0.3, 0.15, 0.1)
@@ -234,14 +240,16 @@ class Trainer:
         return out, total
 
 
-def run(a: argparse.Namespace) -> None:
-    """Trains, prints one JSON line per a.log_every steps, saves every a.save_every seconds."""
+def run(a: argparse.Namespace) -> bool:
+    """Trains, prints one JSON line per a.log_every steps, saves every a.save_every seconds. False
+    if the deadline came before a.steps."""
     began = time.time()
     check_shape(CONFIG)
     ctx = mp.get_context("fork")
     queue, naked = ctx.Queue(QUEUE), ctx.Value("d", a.naked)
+    first_seed = 1000 * a.seed + 1_000_000 * a.begin  # a piece that goes on sees new data
     feeders = [
-        ctx.Process(target=feed, args=(queue, a, 1000 * a.seed + i, naked), daemon=True)
+        ctx.Process(target=feed, args=(queue, a, first_seed + i, naked), daemon=True)
         for i in range(a.workers)
     ]
     for p in feeders:
@@ -270,12 +278,16 @@ def run(a: argparse.Namespace) -> None:
             t.rounding.take_back()
         return {"acc": score.table(), "accept": score.acceptance()}
 
-    done, start, budget, clock = 0, 0.0, math.inf, time.time
+    def save() -> None:
+        checkpoint.write_plain(a.out, t.model, LIMIT_BYTES)
+        report({"saved": done})
+
+    done, start, budget, clock = a.begin, 0.0, math.inf, time.time
     last_eval = last_save = clock()
     mark = (0, clock())
     while True:
         x, w = take(queue, device)
-        if done == 3:  # the clock starts after compilation
+        if done == a.begin + COMPILING:  # the clock starts after compilation
             if device.type == "cuda":
                 torch.cuda.synchronize()
             start = clock()
@@ -283,11 +295,12 @@ def run(a: argparse.Namespace) -> None:
             mark = (done, start)
             budget = min(a.seconds, a.deadline - (start - began) - a.reserve)
             print(f"compiled after {start - began:.0f} s, {budget:.0f} s to train", flush=True)
-        f = done / a.steps if a.steps else (clock() - start) / budget
-        if f >= 1:
+        spent = (clock() - start) / budget if start else 0.0
+        f = done / a.steps if a.steps else spent
+        if f >= 1 or spent >= 1:
             break
         naked.value = a.naked + (a.naked_last - a.naked) * min(1.0, f / 0.6)
-        factor = schedule(f, a) * min(1.0, (done + 1) / a.warmup)
+        factor = schedule(f, a) * min(1.0, (done - a.begin + 1) / a.warmup)
         rounded = f >= a.round_from
         out, total = t.step(x, w, factor, short_share(f, a), rounded)
         done += 1
@@ -315,18 +328,21 @@ def run(a: argparse.Namespace) -> None:
             last_eval = clock()
         report(row)
         if now - last_save > a.save_every:
-            checkpoint.write_plain(a.out, t.model, LIMIT_BYTES)
+            save()
             last_save = clock()
         mark = (done, clock())
-    checkpoint.write_plain(a.out, t.model, LIMIT_BYTES)
+    save()
     print(f"saved after {clock() - began:.0f} s", flush=True)
+    for p in feeders:
+        p.terminate()
+    if f < 1:
+        return False
     final = {"final": True, "step": done, "s": round(clock() - start, 1)}
     if device.type == "cuda":
         final["memory_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 1)
     report({**final, "rounded": a.round_from < 1, **examine(a.round_from < 1)})
     print(f"finished after {clock() - began:.0f} s", flush=True)
-    for p in feeders:
-        p.terminate()
+    return True
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -337,6 +353,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--tokenizer", type=Path, default=here / "tokenizer.json")
     p.add_argument("--seconds", type=float, default=1e9, help="train this long after compilation")
     p.add_argument("--steps", type=int, default=0, help="or for this many steps")
+    p.add_argument("--begin", type=int, default=0, help="of --steps, done before (see --resume)")
     p.add_argument("--deadline", type=float, default=1e9, help="end within this time, s")
     p.add_argument("--reserve", type=float, default=15, help="of it, kept for the last save, s")
     p.add_argument("--batch", type=int, default=20)
@@ -365,7 +382,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--compile", action="store_true")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--warm", choices=WARM, help=argparse.SUPPRESS)
-    return p.parse_args(argv)
+    a = p.parse_args(argv)
+    if a.length % 128 or a.length < 256:
+        p.error("--length is a multiple of 128, at least 256")
+    if a.begin and not (a.begin < a.steps and a.resume):
+        p.error("--begin needs --resume and more --steps than it")
+    return a
 
 
 if __name__ == "__main__":
@@ -373,4 +395,4 @@ if __name__ == "__main__":
     if arguments.warm:
         warm(arguments.warm, arguments)
     else:
-        run(arguments)
+        sys.exit(0 if run(arguments) else UNFINISHED)

@@ -1,11 +1,14 @@
 """``decant eval``: held-out prompts of the demo's skills through the HTTP API, greedy, counted.
 
-The demo's room knows prompts and right answers; this file sends, counts and prints.
+The demo's room knows prompts and right answers; this file sends, counts and prints. The JSON file
+is written after each skill, and keeps a digest of each answer: a later run with ``--same-as`` says
+whether another set (without speculation, with other ranks or chunks) answers the same.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import re
 import sys
@@ -37,6 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--at-least", metavar="SHARE", type=float, default=0.0,
         help="exit with 1 if an essential skill has fewer right answers than this")  # fmt: skip
     add("--failures", metavar="N", type=int, default=0, help="show the first N wrong answers")
+    add("--same-as", metavar="FILE", default="",
+        help="compare each answer with the run that wrote this JSON file; exit with 1 if one "
+        "differs")  # fmt: skip
     add("--json", metavar="FILE", default="", help="all counts as JSON; - for standard output")
 
 
@@ -54,6 +60,7 @@ class Score:
     steps: int = 0
     seconds: float = 0.0
     wrong: list[dict[str, Any]] = field(default_factory=list)
+    digests: list[str] = field(default_factory=list)
 
     @property
     def share(self) -> float:
@@ -113,6 +120,31 @@ def ask(api: Api, model: str, case: prompts.Case, seed: int) -> tuple[bool, dict
         return False, {}, f"error: {error.message}"
 
 
+def digest(got: str) -> str:
+    """Of what came back; a tool call's id is drawn at random and does not count."""
+    plain = re.sub(r'"id": "[^"]*"', "", got)
+    return hashlib.sha256(plain.encode()).hexdigest()[:12]
+
+
+def earlier(path: str, args: argparse.Namespace) -> dict[str, list[str]]:
+    """Digests by skill of the run to compare with.
+
+    Raises: ConfigError if it cannot be read or asked other prompts."""
+    try:
+        table = json.loads(Path(path).read_text())
+        if table["seed"] != args.seed:
+            raise ConfigError(f"{path} is of seed {table['seed']}, this run of seed {args.seed}")
+        return {s["skill"]: list(s["digests"]) for s in table["skills"]}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"cannot compare with {path}: {error}") from None
+
+
+def differences(scores: list[Score], before: dict[str, list[str]]) -> tuple[int, int]:
+    """(answers compared, answers that differ)."""
+    pairs = [pair for s in scores for pair in zip(s.digests, before.get(s.skill, []), strict=False)]
+    return len(pairs), sum(a != b for a, b in pairs)
+
+
 def score(api: Api, model: str, skill: str, args: argparse.Namespace) -> Score:
     """Ask all prompts of a skill, a few at once."""
     result, started = Score(skill), time.monotonic()
@@ -122,6 +154,7 @@ def score(api: Api, model: str, skill: str, args: argparse.Namespace) -> Score:
         for case, (is_right, usage, got) in zip(chosen, answers, strict=True):
             counts = usage.get("speculation") or {}
             result.num += 1
+            result.digests.append(digest(got))
             result.right += is_right
             result.errors += got.startswith("error: ")
             result.completion_tokens += int(usage.get("completion_tokens", 0))
@@ -163,30 +196,44 @@ def show(scores: list[Score], shares: dict[int, float]) -> None:
         print(f"{errors} requests failed")
 
 
+def as_json(
+    model: str, args: argparse.Namespace, scores: list[Score], shares: dict[int, float]
+) -> str:
+    table = {
+        "model": model,
+        "num": args.num,
+        "seed": args.seed,
+        "skills": [{**asdict(s), "share": s.share, "acceptance": s.acceptance} for s in scores],
+        "acceptance_by_position": shares,
+    }
+    return json.dumps(table, indent=1) + "\n"
+
+
 def run(args: argparse.Namespace) -> int:
     names = skills_of(args.skills)
     if args.num < 1:
         raise ConfigError("--num is at least 1")
+    known = earlier(args.same_as, args) if args.same_as else {}
     api = api_of(args)
     model = model_of(args, api)
     before = per_position(api)
-    scores = [score(api, model, name, args) for name in names]
-    shares = acceptance_between(before, per_position(api))
+    scores: list[Score] = []
+    for name in names:
+        scores.append(score(api, model, name, args))
+        shares = acceptance_between(before, per_position(api))
+        if args.json not in ("", "-"):
+            Path(args.json).write_text(as_json(model, args, scores, shares))
     _progress("")
     if args.json != "-":
         show(scores, shares)
     for wrong in [w for s in scores for w in s.wrong][: args.failures]:
         last = str(wrong["messages"][-1].get("content"))[-MAX_SHOWN:]
         print(f"\nasked  {last}\nwanted {wrong['wanted']}\ngot    {wrong['got'][:MAX_SHOWN]}")
-    if args.json:
-        table = {
-            "model": model,
-            "num": args.num,
-            "seed": args.seed,
-            "skills": [{**asdict(s), "share": s.share, "acceptance": s.acceptance} for s in scores],
-            "acceptance_by_position": shares,
-        }
-        text = json.dumps(table, indent=1) + "\n"
-        print(text, end="") if args.json == "-" else Path(args.json).write_text(text)
+    if args.json == "-":
+        print(as_json(model, args, scores, shares), end="")
     is_bad = any(s.share < args.at_least for s in scores if s.skill in prompts.ESSENTIAL)
+    if args.same_as:
+        num, num_other = differences(scores, known)
+        print(f"{num - num_other} of {num} answers as in {args.same_as}", file=sys.stderr)
+        is_bad = is_bad or num_other > 0 or num == 0
     return FAILED if is_bad or any(s.errors for s in scores) else OK

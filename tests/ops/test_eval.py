@@ -88,6 +88,28 @@ def test_counts(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert cli.main([*words, "--at-least", "0.95"]) == 1
 
 
+def test_answers_are_compared_with_an_earlier_run(
+    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "eval.json"
+    words = ["eval", "--url", url, "--model", "m", "--skills", "add", "--num", str(NUM)]
+    words += ["--seed", str(SEED)]
+    assert cli.main([*words, "--json", str(file)]) == 0
+    assert cli.main([*words, "--same-as", str(file)]) == 0
+    assert f"{NUM} of {NUM} answers as in" in capsys.readouterr().err
+    Handler.answers.popitem()
+    assert cli.main([*words, "--same-as", str(file)]) == 1
+    assert f"{NUM - 1} of {NUM} answers as in" in capsys.readouterr().err
+    assert cli.main([*words[:-1], "9", "--same-as", str(file)]) == 2  # other prompts
+    assert cli.main([*words, "--same-as", str(tmp_path / "no.json")]) == 2
+
+
+def test_a_tool_calls_id_is_not_part_of_an_answer() -> None:
+    call = '{"tool_calls": [{"id": "call_%d", "function": {"name": "%s"}}]}'
+    assert command.digest(call % (1, "a")) == command.digest(call % (2, "a"))
+    assert command.digest(call % (1, "a")) != command.digest(call % (1, "b"))
+
+
 def test_wrong_use(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["eval", "--skills", "flying"]) == 2
     assert "flying" in capsys.readouterr().err

@@ -109,3 +109,17 @@ def test_rows_are_full_and_weighted(encode: Encoder) -> None:
     x, w = next(corpus.batches(encode, 3, 2, 1024, lambda: 0.5, 0.5, (60, 700)))
     assert x.shape == w.shape == (2, 1026)
     assert (x[:, 0] == 0).all() and x.max() < 2560 and w.min() > 0 and w.max() == 1.0
+
+
+@pytest.mark.parametrize(
+    "skill", ["recall@300", "recall@2000", "recall@8000", "recall-number@8000"]
+)
+def test_fact_blocks_have_the_length_of_their_name(skill: str, encode: Encoder) -> None:
+    """In tokens, and the longest request leaves room for the answer in 8,192."""
+    sizes = [
+        sum(len(encode(m["content"])) for m in c.messages) + c.max_tokens
+        for c in prompts.cases(skill, 8)
+    ]
+    nominal = int(skill.split("@")[1])
+    assert 0.97 * nominal < min(sizes) and max(sizes) <= max(1.4 * nominal, nominal + 192)
+    assert max(sizes) <= 8192
