@@ -102,10 +102,11 @@ def test_random_kills(real_set: RealSet, rng: random.Random) -> None:
     with ThreadPoolExecutor(USERS) as pool:
         oracle = list(pool.map(lambda job: job.ask(real_set), jobs))
     tally, done = Tally(), threading.Event()
+    max_kills = int(5 * SCALE)
     kills: Counter[str] = Counter()
 
     def kill() -> None:
-        while not done.wait(KILL_PERIOD_S):
+        while kills.total() < max_kills and not done.wait(KILL_PERIOD_S):
             if victims := ready_processes(real_set):
                 name = rng.choice(victims)
                 real_set.kill(name)
