@@ -56,7 +56,7 @@ BODY_TIMEOUT_S = 30.0
 KEEP_ALIVE_S = 75.0
 LARGE_BODY_BYTES = 256 << 10  # parsed in a thread
 BODIES_IN_FLIGHT = 4  # times the largest body
-READY_WAIT_S = 5.0
+READY_WAIT_S = 30.0  # a worker that is started anew loads its model first
 OPENAPI = Path(__file__).parent / "api" / "openapi.json"
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}\Z")
 
@@ -253,10 +253,13 @@ class Gateway:
             self._body_bytes -= held
 
     async def _wait_ready(self) -> None:
-        """A short outage is waited for. Raises: NotReady."""
+        """An outage of a restart's length is waited for, but no longer than for a place in the
+        queue. A full queue is not waited for: ``has_chain``. Raises: NotReady.
+        """
         if self.is_draining:
             raise NotReady("the server is shutting down")
-        deadline = time.monotonic() + READY_WAIT_S
+        wait_s = min(READY_WAIT_S, self._config.gateway.queue_timeout_s)
+        deadline = time.monotonic() + wait_s
         while not self._client.has_chain:
             if time.monotonic() > deadline or not self._client.peers.peers:
                 raise NotReady(f"not ready: {self._client.why}")

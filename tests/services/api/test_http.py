@@ -334,12 +334,25 @@ async def test_not_ready(stage: Any, http: aiohttp.ClientSession) -> None:
         assert response.status == 503 and "no decode" in (await response.json())["why"]
     async with http.get(stage.base + "/health") as response:
         assert response.status == 200
-    asyncio.get_running_loop().call_later(0.3, setattr, stage, "is_ready", True)
     stage.say("ok" + EOS)
     asking = asyncio.create_task(post(http, stage, chat()))
-    await asyncio.sleep(0.4)
-    await stage.tell_peers()  # a short outage is waited for
+    await asyncio.sleep(5.5)  # a worker starts anew
+    assert not asking.done()
+    stage.is_ready = True
+    await stage.tell_peers()
     assert (await asking)[0] == 200
+
+
+async def test_an_outage_is_waited_for_as_long_as_the_queue(
+    start: Any, http: aiohttp.ClientSession
+) -> None:
+    stage = await start(queue_timeout_s=0.3)
+    stage.is_ready = False
+    await stage.tell_peers()
+    await asyncio.sleep(0.05)
+    async with asyncio.timeout(4):
+        status, body, headers = await post(http, stage, chat())
+    assert status == 503 and "no decode" in body["error"]["message"] and headers["Retry-After"]
 
 
 KEY = "secret-key-1"
@@ -499,6 +512,7 @@ async def test_completions_fields(stage: Any, http: aiohttp.ClientSession) -> No
         ({"prompt": [1.5]}, "prompt"),
         ({"prompt": ["a", 5]}, "prompt"),
         ({"prompt": "a", "logprobs": 6}, "logprobs"),
+        ({"prompt": "a", "logprobs": 2, "echo": True}, "logprobs"),
         ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
         ({"prompt": "a", "best_of": 2}, "best_of"),
         ({"prompt": ["a"] * 20, "n": 16}, "prompt"),
