@@ -47,6 +47,7 @@ from decant.protocol.messages import (
     Cancel,
     Cancelled,
     Decoding,
+    EndChoice,
     Finished,
     KVGone,
     KVReady,
@@ -327,6 +328,17 @@ class DecodeScheduler:
         if request and request.attempt == message.attempt:
             request.is_parked = not message.is_open
 
+    def end_choice(self, message: EndChoice) -> None:
+        """The client has all that it wants of a choice (a stop string): free it, go on with the
+        others. Unknown ones, and those that have ended, are ignored.
+        """
+        request = self.requests.get(message.request_id)
+        if request is None or request.attempt != message.attempt:
+            return
+        sequence = request.sequences.get(message.choice)
+        if sequence is not None and not sequence.finish_reason:
+            self._finish(sequence, "stop")
+
     def replay(self, tokenizer: str, message: ReplayFrom) -> None:
         """Send the tokens of a choice again, from now on to whoever asks."""
         request = self.requests.get(message.request_id)
@@ -483,7 +495,7 @@ class DecodeScheduler:
             tokens = accept(rows.token_ids[1:], [d.token_id for d in draws])
             streams = None if output.streams is None else output.streams[at : at + len(tokens)]
             at += num
-            if sequence.request.is_dropped:
+            if sequence.request.is_dropped or sequence.finish_reason:
                 continue
             self.speculation.verified(sequence, num - 1, len(tokens) - 1)
             if self._take_draws(sequence, draws[: len(tokens)]):
@@ -506,7 +518,7 @@ class DecodeScheduler:
         False: the sequence was dropped, or has ended.
         """
         request, s = sequence.request, sequence.sampling
-        if request.is_dropped:
+        if request.is_dropped or sequence.finish_reason:
             return False
         start, new, reason = sequence.num_output, array("i"), ""
         for draw in draws:

@@ -19,8 +19,9 @@ Who sends what (see docs/architecture.md):
   gateway   -> tokenizer  Encode OpenStream CloseStream Detokenize      tokenizer -> gateway
   Encoded Failed TextDeltas Text
   gateway   -> router     Generate Cancel Emitted StreamCredit          router -> gateway     Queued
+             EndChoice
   Failed AskEmitted Closed
-  router    -> decode     Reserve Cancel Peers                          decode -> router
+  router    -> decode     Reserve Cancel Peers StreamCredit EndChoice   decode -> router
   Reserved Refused Decoding Preempted Finished Lost Cancelled
   router    -> prefill    Prefill Cancel Peers                          prefill -> router
   Prefilled Lost Cancelled
@@ -421,6 +422,17 @@ class StreamCredit(Message, frozen=True, tag="stream_credit", omit_defaults=True
     is_open: bool
 
 
+class EndChoice(Message, frozen=True, tag="end_choice", omit_defaults=True):
+    """Gateway -> router -> decode: this choice is complete for the client (a stop string), others
+    go on. Decode frees it and says Finished. Idempotent; if it is lost, tokens are computed for
+    nobody until all choices end.
+    """
+
+    request_id: str
+    attempt: int
+    choice: int
+
+
 # ---- router <-> workers --------------------------------------------------------------------------
 
 
@@ -659,6 +671,7 @@ TYPES: tuple[type[Message], ...] = (
     Hello, Welcome, Refuse, Peers, Heartbeat, Drain,
     Encode, Encoded, Failed, OpenStream, CloseStream, Detokenize, Text, TextDeltas,
     Generate, Queued, Cancel, Cancelled, AskEmitted, Emitted, Closed, StreamCredit,
+    EndChoice,
     Reserve, Reserved, Refused, Prefill, Prefilled, Decoding, Preempted, Finished, Lost,
     KVReady, KVGone, KVRelease, Tokens, ReplayFrom, Propose, Drafts,
 )  # fmt: skip

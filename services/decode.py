@@ -30,6 +30,7 @@ from decant.protocol.messages import (
     Decoding,
     Drafts,
     Drain,
+    EndChoice,
     Heartbeat,
     Hello,
     KVGone,
@@ -309,6 +310,8 @@ class DecodeService:
             self.scheduler.cancel(body)
         elif isinstance(body, StreamCredit):
             self.scheduler.credit(body)
+        elif isinstance(body, EndChoice):
+            self.scheduler.end_choice(body)
         elif isinstance(body, Drain):
             self._drain_s = body.timeout_s
             stop().set()

@@ -280,6 +280,10 @@ class Dispatcher:
                 record = self._owned(member, body.request_id)
                 if record is not None:
                     self._do(record, record.credit(body), now)
+            case m.EndChoice():
+                record = self._owned(member, body.request_id)
+                if record is not None:
+                    self._do(record, record.end_choice(body), now)
             case _:
                 self._count("unexpected", (_name(body),))
 

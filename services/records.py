@@ -222,6 +222,16 @@ class Record:
         workers = {lane.decode for lane in self.lanes.values() if lane.decode is not None}
         return [ToWorker(worker, body) for worker in sorted(workers)]
 
+    def end_choice(self, body: m.EndChoice) -> list[Decision]:
+        """A choice needs no more tokens: tell the decode that runs it."""
+        if body.attempt != self.attempt or self.state >= State.RESUMING:
+            return []
+        return [
+            ToWorker(lane.decode, body)
+            for lane in self.lanes.values()
+            if lane.decode is not None and body.choice in set(lane.choices) - lane.finished
+        ]
+
     def gateway_died(self, now: float) -> list[Decision]:
         return self.cancel("client_gone", now)
 

@@ -493,6 +493,8 @@ class RequestClient:
         if all(stream.is_finished):
             stream.finished_s = now
             self._send_cancel(stream.request_id, stream.attempt, "finished")
+        elif delta.finish_reason == "stop":  # perhaps by a stop string, which decode does not know
+            self._post(m.EndChoice(stream.request_id, stream.attempt, delta.choice))
         elif stream.num_buffered > MAX_BUFFERED_HARD:
             message = "the client does not read"
             self._fail(stream, m.Failed(stream.request_id, stream.attempt, "slow_reader", message))

@@ -17,6 +17,8 @@ from fake_engine import EOS, FakeDraft, reference_tokens
 
 from decant.engine.acceptance import DepthController
 from decant.protocol.messages import (
+    EndChoice,
+    Finished,
     KVReady,
     Lost,
     Message,
@@ -422,3 +424,30 @@ def test_draining_refuses_and_hands_back() -> None:
         actions = c.decode.take()
         assert any(isinstance(getattr(a, "message", None), Lost) for a in actions)
         assert not c.decode.requests
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_choice_that_needs_no_more_is_freed_while_the_others_go_on(seed: int) -> None:
+    """At any moment of a step: its pages are free, its draws are void, the others are exact."""
+    with cluster(seed=seed, num_pages=60) as c:
+        s = Sampling(seed=seed, temperature=0.9, max_tokens=120, ignore_eos=True)
+        job = c.submit(Job("r", some_prompt(seed, 300), s, num_choices=3))
+        while len(job.outputs[1]) < 20 + seed:
+            c.step()
+        c.decode.end_choice(EndChoice("r", 9, 1))  # of another attempt: ignored
+        c.decode.end_choice(EndChoice("r", 1, 1))
+        ended = c.decode.requests["r"].sequences[1]
+        (finished,) = [a.message for a in c.decode.take() if isinstance(a.message, Finished)]  # type: ignore[union-attr]
+        assert (finished.choice, finished.reason) == (1, "stop")
+        while c.links["d>t"]:
+            c.links["d>t"].popleft()()
+        job.reasons[1] = "stop"
+        num = ended.num_output
+        c.decode.end_choice(EndChoice("r", 1, 1))
+        assert not c.decode.take()
+        c.run()
+        assert ended.num_output == num
+        assert not c.decode.pages.owned(ended.owner) and not c.decode.slots.owned(ended.owner)
+        for choice in (0, 2):
+            assert job.outputs[choice] == reference_tokens(job.prompt, s, choice)
+        c.settle()

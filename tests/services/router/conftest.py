@@ -174,6 +174,7 @@ class Decoder(Worker):
         self.attempts: dict[str, int] = {}
         self.tokenizer_of: dict[str, str] = {}
         self.refuse: list[str] = []  # reasons for the next reservations
+        self.ended: list[tuple[str, int, int]] = []  # EndChoice: request, attempt, choice
 
     def stats(self) -> dict[str, float]:
         return {"pages_reserved": float(len(self.held))}
@@ -188,6 +189,8 @@ class Decoder(Worker):
                     if self.held[key].reserve.attempt <= body.attempt:
                         self._drop(key)
                 await self.send(m.Cancelled(body.request_id, body.attempt))
+            case m.EndChoice():
+                self.ended.append((body.request_id, body.attempt, body.choice))
 
     async def on_router(self, incarnation: str) -> None:
         for key in list(self.held):
@@ -264,6 +267,7 @@ class Tokenizer(Worker):
         super().__init__(world, instance, world.config.endpoint(instance))
         self.streams: dict[str, tuple[bytes, int, list[int]]] = {}  # identity, attempt, ends
         self.is_mute = False
+        self.stop_at = 0  # choice 0 ends by a stop string after so many ids; 0: it does not
 
     async def start(self) -> None:
         await super().start()
@@ -328,6 +332,12 @@ class Tokenizer(Worker):
         fresh = ids[ends[run.choice] - run.start :]
         if not fresh and not run.finish_reason:
             return
+        reason = run.finish_reason
+        if self.stop_at and not run.choice:
+            if ends[0] >= self.stop_at:
+                return
+            fresh = fresh[: self.stop_at - ends[0]]
+            reason = "stop" if ends[0] + len(fresh) == self.stop_at else reason
         delta = m.TextDelta(
             run.request_id,
             run.attempt,
@@ -335,7 +345,7 @@ class Tokenizer(Worker):
             ends[run.choice],
             len(fresh),
             "".join(f" {i}" for i in fresh),
-            finish_reason=run.finish_reason,
+            finish_reason=reason,
         )
         ends[run.choice] += len(fresh)
         job = self.socket.send(identity, m.TextDeltas([delta]), (pack_ids(fresh),))

@@ -401,3 +401,17 @@ def test_the_canary_is_never_resumed() -> None:
     assert record.failed is not None and record.failed.code == "canary_lost"
     record.heard(P, m.Cancelled("r", 1), 101.0)
     assert record.state.name == "CLOSED"
+
+
+def test_the_end_of_a_choice_goes_to_the_decode_that_runs_it() -> None:
+    record = make(num_choices=2)
+    record.start(100.0)
+    assert record.end_choice(m.EndChoice("r", 1, 0)) == []  # no decode has it yet
+    decoding(record)
+    body = m.EndChoice("r", 1, 0)
+    assert record.end_choice(body) == [ToWorker(D, body)]
+    record.heard(D, m.Finished("r", 1, 0, "stop", 5), 101.0)
+    assert record.end_choice(body) == []
+    assert record.end_choice(m.EndChoice("r", 1, 2)) == []
+    record.worker_died(D, False, 102.0)
+    assert record.end_choice(m.EndChoice("r", 1, 1)) == []  # of the attempt that was lost

@@ -309,3 +309,14 @@ async def test_many_kills_and_nothing_is_lost(world: World) -> None:
     await asyncio.gather(*clients)
     assert done == 32 and kills >= 3
     await world.assert_clean()
+
+
+async def test_decode_is_told_of_a_choice_that_a_stop_string_ended(world: World) -> None:
+    """The others go on to their ends."""
+    await world.start()
+    world.find("tokenizer-0").stop_at = 7
+    stream = await world.generate([1, 2, 3], 40, n=3)
+    ids, _ = await world.collect(stream)
+    assert [len(x) for x in ids] == [7, 40, 40]
+    assert world.find("decode-0").ended == [(stream.request_id, 1, 0)]
+    await world.assert_clean()
