@@ -151,7 +151,10 @@ def _content(fields: Fields, role: str) -> str:
         kind = item.string("type")
         if kind not in ("text", "input_text", "output_text", "refusal"):
             raise item.fail("type", f"is {kind!r:.40}; this model reads text only.")
-        texts.append(item.string("refusal" if kind == "refusal" else "text"))
+        field = "refusal" if kind == "refusal" else "text"
+        if not item.has(field):
+            raise item.fail(field, "is missing.")
+        texts.append(item.string(field))
     return "\n\n".join(texts)
 
 

@@ -111,8 +111,9 @@ def _tool(fields: Fields) -> dict[str, Any]:
 
 def _tool_choice(choice: Fields) -> Any:
     kind = choice.option("type", "", ("auto", "any", "tool", "none"))
+    name = choice.string("name")
     if kind == "tool":
-        return {"type": "function", "function": {"name": choice.string("name")}}
+        return {"type": "function", "function": {"name": name}}
     return {"any": "required"}.get(kind, kind)
 
 
@@ -146,6 +147,8 @@ def _text(part: Fields) -> str:
     kind = part.string("type", "text")
     if kind != "text":
         raise part.fail("type", f"is {kind!r:.40}; this model reads text only.")
+    if not part.has("text"):
+        raise part.fail("text", "is missing.")
     return part.string("text")
 
 

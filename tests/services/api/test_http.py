@@ -65,6 +65,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"content": "x"}]}, "messages[0].role"),
     ({"messages": [{"role": "user"}]}, "messages[0].content"),
     (user(5), "messages[0].content"),
+    (user([{"type": "text", "text": None}]), "messages[0].content[0].text"),
     (user([{"type": "image_url", "image_url": {"url": "x"}}]), "messages[0].content[0].type"),
     ({"messages": [{"role": "assistant", "content": None}]}, "messages[0].content"),
     (
