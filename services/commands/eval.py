@@ -27,6 +27,7 @@ from decant.services.target import add_server, api_of, model_of
 COUNTERS = ("decant_spec_decode_num_draft_tokens_per_pos_total",
             "decant_spec_decode_num_accepted_tokens_per_pos_total")  # fmt: skip
 MAX_SHOWN = 300
+BUSY, BUSY_PAUSES_S = (429, 503), (1.0, 5.0, 20.0)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -111,13 +112,20 @@ def acceptance_between(
 
 
 def ask(api: Api, model: str, case: prompts.Case, seed: int) -> tuple[bool, dict[str, Any], str]:
-    """One request: right or not, usage, and what came back (or the error, after "error: ")."""
-    try:
-        answer = api.post("/v1/chat/completions", {"model": model, "seed": seed, **case.body()})
-        message = answer["choices"][0]["message"]
-        return case.check(message), answer.get("usage") or {}, json.dumps(message)
-    except ApiError as error:
-        return False, {}, f"error: {error.message}"
+    """One request: right or not, usage, and what came back (or the error, after "error: ").
+
+    A busy set is asked again, a few times: this counts answers, not admission."""
+    body = {"model": model, "seed": seed, **case.body()}
+    for pause_s in (*BUSY_PAUSES_S, None):
+        try:
+            answer = api.post("/v1/chat/completions", body)
+            message = answer["choices"][0]["message"]
+            return case.check(message), answer.get("usage") or {}, json.dumps(message)
+        except ApiError as error:
+            if error.status not in BUSY or pause_s is None:
+                return False, {}, f"error: {error.message}"
+            time.sleep(pause_s)
+    raise AssertionError("the last try returns")
 
 
 def digest(got: str) -> str:

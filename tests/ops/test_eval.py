@@ -37,6 +37,7 @@ def metrics(num: int) -> str:
 class Handler(BaseHTTPRequestHandler):
     answers: dict[str, str] = {}
     num = 0
+    busy = 0
 
     def log_message(self, *args: Any) -> None:
         pass
@@ -53,6 +54,8 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         Handler.num += 1
+        if Handler.num <= Handler.busy:
+            return self._answer(429, '{"error": {"message": "busy"}}')
         text = self.answers.get(json.dumps(body["messages"]), "wrong")
         message = {"role": "assistant", "content": text}
         self._answer(200, json.dumps({"choices": [{"message": message}], "usage": USAGE}))
@@ -102,6 +105,23 @@ def test_answers_are_compared_with_an_earlier_run(
     assert f"{NUM - 1} of {NUM} answers as in" in capsys.readouterr().err
     assert cli.main([*words[:-1], "9", "--same-as", str(file)]) == 2  # other prompts
     assert cli.main([*words, "--same-as", str(tmp_path / "no.json")]) == 2
+
+
+@pytest.mark.parametrize("pauses, right", [((0.0, 0.0), 4), ((), 2)])
+def test_a_busy_set_is_asked_again(
+    url: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    pauses: tuple[float, ...],
+    right: int,
+) -> None:
+    monkeypatch.setattr(command, "BUSY_PAUSES_S", pauses)
+    monkeypatch.setattr(Handler, "busy", 2)
+    file = tmp_path / "eval.json"
+    words = ["eval", "--url", url, "--model", "m", "--skills", "add", "--num", str(NUM)]
+    words += ["--seed", str(SEED), "--concurrency", "1", "--json", str(file)]
+    assert cli.main(words) == (0 if pauses else 1)
+    assert json.loads(file.read_text())["skills"][0]["right"] == right
 
 
 def test_a_tool_calls_id_is_not_part_of_an_answer() -> None:
