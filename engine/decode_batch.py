@@ -10,6 +10,7 @@ import numpy as np
 
 from decant.engine.handoff import Pull
 from decant.engine.interface import F32, StepPlan
+from decant.engine.page_cache import Seal
 from decant.engine.sampler import Bools, Draw, Row
 from decant.engine.sequence import Lane, Sequence
 from decant.protocol.messages import Message, Propose, ProposeSlot, TokenRun
@@ -31,6 +32,7 @@ class Limits:
     chunk_tokens: int = 256  # of prefill in this process
     page_bytes: int = 0
     slot_bytes: int = 0
+    cache_pages: int = 0  # kept for later requests at most; 0: as many as nobody else wants
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class ToPrefill:
 # thread, for sequences with a grammar only.
 Mask = Callable[[Sequence, tuple[int, ...]], list[Bools | None]]
 
-Action = ToRouter | ToPrefill | Pull  # a Pull runs in the thread for copies
+Action = ToRouter | ToPrefill | Pull | Seal  # the last two run in the thread for copies
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,15 @@ from decant.engine.decode_batch import (
 from decant.engine.handoff import Pull
 from decant.engine.interface import PrefillChunk, SlotRows, StepPlan
 from decant.engine.kv_pages import Books, pages_for
-from decant.engine.reservation import fork, make_lane, malformed, max_length, refusal
+from decant.engine.page_cache import PageCache, Seal
+from decant.engine.reservation import (
+    fork,
+    make_lane,
+    malformed,
+    max_length,
+    pages_wanted,
+    refusal,
+)
 from decant.engine.sampler import Draw
 from decant.engine.sequence import Lane, Request, Sequence, SequenceOwner
 from decant.engine.speculation import Speculation
@@ -67,10 +75,20 @@ from decant.protocol.messages import (
 class DecodeScheduler:
     """All requests of one decode group."""
 
-    def __init__(self, limits: Limits, depth: DepthController | None = None) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        depth: DepthController | None = None,
+        cache: bool = False,
+        hashes: str = "",
+    ) -> None:
+        """cache: keep full pages for later requests. hashes: model and layout, for its keys."""
         self.limits = limits
         self.books = Books(limits.num_pages, limits.num_slots)
         self.pages, self.slots = self.books.pages, self.books.slots
+        self.cache: PageCache | None = None
+        if cache:
+            self.cache = PageCache(self.pages, limits.page_tokens, hashes, limits.cache_pages)
         depth = depth or DepthController(limits.max_drafts, is_adaptive=False)
         self.speculation = Speculation(depth, self.books, limits.vocab_size)
         self.requests: dict[str, Request] = {}
@@ -120,6 +138,8 @@ class DecodeScheduler:
             "lanes": float(sum(len(r.lanes) for r in self.requests.values())),
             "parked": float(sum(r.is_parked for r in self.requests.values())),
             "preempted": float(self.num_preempted),
+            "cache_hit_pages": float(self.cache.num_hit_pages if self.cache else 0),
+            "cache_missed_pages": float(self.cache.num_missed_pages if self.cache else 0),
         }
 
     def _tell(self, message: Message) -> None:
@@ -136,7 +156,10 @@ class DecodeScheduler:
         if request and request.attempt < message.attempt:
             self._drop(request)
             request = None
-        if request and message.lane in request.lanes:
+        if request and (
+            message.lane in request.lanes
+            or not request.sequences.keys().isdisjoint(message.choices)
+        ):
             self._tell(Reserved(*key))
             return
         wrong = malformed(self.limits, message, ids)
@@ -145,12 +168,17 @@ class DecodeScheduler:
                 self._drop(request)
             self._tell(Lost(*key, reason=wrong, code=ProtocolError.code))
             return
+        digests, kept = self._find(message, ids)
         why, text = "draining", "this decode process is draining"
         if not self.is_draining:
-            why, text = refusal(self.limits, self.books, len(self._ready), message, ids)
+            why, text = refusal(self.limits, self.books, len(self._ready), message, ids, len(kept))
         if why:
+            self.pages.release((*key[:2], message.choices[0]))
             self._tell(Refused(*key, reason=why, message=text))
             return
+        if self.cache is not None:
+            self.cache.make_room(pages_wanted(self.limits, message, len(ids), len(kept)))
+            self.cache.count(len(kept), len(digests))
         if request is None:
             self._order += 1
             request = Request(
@@ -159,14 +187,51 @@ class DecodeScheduler:
                 self._order,
                 message.tokenizer,
                 message.deadline_ms,
+                message.cache_salt,
             )
             self.requests[message.request_id] = request
         peer = self._prefills.get(message.prefill, "")
-        lane = make_lane(self.limits, self.books, request, message, ids, peer)
+        lane = make_lane(self.limits, self.books, request, message, ids, peer, kept)
+        lane.digests = digests
         if lane.intake is None:
             self._local.append(lane)
         request.lanes[message.lane] = lane
         self._tell(Reserved(*key))
+
+    def _find(self, message: Reserve, ids: array[int]) -> tuple[list[bytes], list[tuple[int, int]]]:
+        """Digests of the sequence's full pages, and those that are here: (page, checksum), held
+        from now on by the lane's first choice.
+        """
+        if self.cache is None:
+            return [], []
+        digests = self.cache.digests(ids, message.cache_salt)
+        kept = self.cache.lookup(digests) if message.prefill else []
+        owner = message.request_id, message.attempt, message.choices[0]
+        self.pages.share(owner, [page for page, _ in kept])
+        return digests, kept
+
+    # ---- the page cache --------------------------------------------------------------------------
+
+    def flush(self) -> int:
+        """Forget the page cache (what requests hold stays theirs). Returns: number of pages."""
+        return self.cache.clear() if self.cache is not None else 0
+
+    def sealed(self, seal: Seal, checksums: list[int]) -> None:
+        """The copying thread computed these."""
+        if self.cache is not None:
+            self.cache.sealed(seal, checksums)
+
+    def _keep(self, sequence: Sequence) -> None:
+        """A sequence ends: its full pages stay for the next turn. The last token was drawn, not
+        processed, so nothing will write to them, a running step included.
+        """
+        if self.cache is None:
+            return
+        num_tokens = (len(sequence.ids) - 1) // self.limits.page_tokens * self.limits.page_tokens
+        digests = self.cache.digests(sequence.ids[:num_tokens], sequence.request.salt)
+        seal = self.cache.offer(digests, sequence.pages, None)
+        if seal:
+            self._actions.append(seal)
 
     # ---- hand-off --------------------------------------------------------------------------------
 
@@ -212,6 +277,8 @@ class DecodeScheduler:
         lane = self._pulling.pop(pull.key)
         intake = lane.intake
         assert intake is not None
+        if error and self.cache is not None:
+            self.cache.distrust(pull.kept)
         if lane.request.is_dropped:
             intake.is_pulling = False
             self._close(lane)
@@ -255,13 +322,13 @@ class DecodeScheduler:
         request = self.requests.get(message.request_id)
         num = 0
         if request and request.attempt <= message.attempt:
-            num = self._drop(request)
+            num = self._drop(request, keeps=True)
         self._tell(Cancelled(message.request_id, message.attempt, num))
 
     def reset(self) -> None:
         """Another router: it knows none of our work."""
         for request in list(self.requests.values()):
-            self._drop(request)
+            self._drop(request, keeps=True)
         self._actions = [a for a in self._actions if not isinstance(a, ToRouter)]
         self._outgoing = {}
 
@@ -276,10 +343,11 @@ class DecodeScheduler:
         self._drop(request)
         self._tell(Lost(request.request_id, request.attempt, lane, reason, code))
 
-    def _drop(self, request: Request) -> int:
+    def _drop(self, request: Request, keeps: bool = False) -> int:
         """Forget a request; what a step, a pull or the draft still touches is quarantined.
 
-        Returns: number of its pages, quarantined ones included.
+        keeps: the content is good, so full pages stay in the cache. Returns: number of its pages,
+        quarantined ones included.
         """
         request.is_dropped = True
         del self.requests[request.request_id]
@@ -290,6 +358,8 @@ class DecodeScheduler:
                 num += self._free(lane.owner(choice), lane)
         for sequence in request.sequences.values():
             if not sequence.finish_reason:
+                if keeps:
+                    self._keep(sequence)
                 num += self._free(sequence.owner)
         self._ready = deque(s for s in self._ready if s.request is not request)
         self._complete = deque(lane for lane in self._complete if lane.request is not request)
@@ -417,6 +487,8 @@ class DecodeScheduler:
             try:
                 pages = self.pages.reserve(sequence.owner, 1)
             except OutOfPages:
+                if self.cache is not None and self.cache.make_room(1):
+                    continue
                 if len(sequence.ids) <= have:
                     sequence.drafts = sequence.drafts[: have - len(sequence.ids)]
                     return True
@@ -430,7 +502,7 @@ class DecodeScheduler:
 
     def _preempt(self, request: Request) -> None:
         self.num_preempted += 1
-        self._drop(request)
+        self._drop(request, keeps=True)
         self._tell(Preempted(request.request_id, request.attempt))
 
     def _admit(
@@ -444,6 +516,8 @@ class DecodeScheduler:
         is_full = len(lane.ids) >= max_length(self.limits, lane.message)
         copies: tuple[list[tuple[int, int]], list[tuple[int, int, int]]] = ([], [])
         sequences = fork(self.limits, self.books, lane, *copies)
+        if self.cache is not None and lane.intake is not None:
+            self.cache.offer(lane.digests, lane.pages, lane.intake.checksums)
         lane.request.sequences.update({s.choice: s for s in sequences})
         if is_full:  # no room for a single token
             for sequence in sequences:
@@ -552,6 +626,7 @@ class DecodeScheduler:
         sequence.finish_reason = reason
         if sequence in self._ready:
             self._ready.remove(sequence)
+        self._keep(sequence)
         self._free(sequence.owner)
         self._tell(
             Finished(

@@ -1,13 +1,16 @@
-"""What the engine thread does with a plan: the calls of one step, in order. No scheduling here."""
+"""What the threads do with a plan, a pull, a seal: the engine's calls in order. No scheduling."""
 
 from __future__ import annotations
 
 import time
 
 from decant.engine.decode_batch import DecodePlan, Mask, StepOutput, sampler_rows
+from decant.engine.handoff import Pull
 from decant.engine.interface import Engine
+from decant.engine.page_cache import Seal
 from decant.engine.prefill_scheduler import PrefillOutput, PrefillPlan
 from decant.engine.sampler import Draw, Sampler
+from decant.protocol.errors import HandoffError
 
 
 def execute_decode(
@@ -64,3 +67,23 @@ def execute_prefill(engine: Engine, plan: PrefillPlan) -> PrefillOutput:
     if plan.snapshot:
         engine.copy_slot(*plan.snapshot)
     return PrefillOutput(checksums, slot_checksum)
+
+
+def execute_pull(engine: Engine, pull: Pull) -> None:
+    """Check the pages that we have, copy the others, at the end the slot. In the copying thread.
+
+    Raises: HandoffError.
+    """
+    for page, checksum in zip(pull.kept, pull.kept_checksums, strict=True):
+        if engine.page_checksum(page, engine.page_tokens) != checksum:
+            raise HandoffError(f"cached page {page} is not what it was", page=page)
+    engine.pull_pages(pull.peer, pull.source, pull.target, pull.num_tokens, pull.checksums)
+    if pull.is_last:
+        engine.pull_slot(
+            pull.peer, pull.source_slot, pull.target_slot, pull.slot_tokens, pull.slot_checksum
+        )
+
+
+def execute_seal(engine: Engine, seal: Seal) -> list[int]:
+    """Checksums of full pages. In the copying thread."""
+    return [engine.page_checksum(page, engine.page_tokens) for page in seal.pages]

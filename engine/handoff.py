@@ -106,6 +106,8 @@ class Pull:
     target_slot: int = -1
     slot_tokens: int = 0
     slot_checksum: int = 0
+    kept: tuple[int, ...] = ()  # our own pages that are taken instead of copying ...
+    kept_checksums: tuple[int, ...] = ()  # ... if they still are what they were
 
     @property
     def is_last(self) -> bool:
@@ -123,9 +125,11 @@ class Intake:
         slot: int,
         num_tokens: int,
         page_tokens: int,
+        kept_checksums: Sequence[int] = (),
     ) -> None:
         """pages, slot: where the lane goes in our pool. peer: prefill's incarnation; empty: not
-        known yet, the first KVReady tells it.
+        known yet, the first KVReady tells it. kept_checksums: of the first pages, which are there
+        already and full.
         """
         self.key = key
         self.peer = peer
@@ -135,6 +139,8 @@ class Intake:
         self.is_closed = False
         self._pages, self._slot = tuple(pages), slot
         self._num_tokens, self._page_tokens = num_tokens, page_tokens
+        self._kept = tuple(kept_checksums)
+        self.checksums: list[int] = []  # of the pages announced, as they are in our pool
         self._num_known = 0  # pages announced
         self._tokens_known = 0
         self._waiting: deque[Pull] = deque()
@@ -169,20 +175,25 @@ class Intake:
                 f"{self._num_known} pages of {self._num_tokens} tokens"
             )
         self._num_known, self._tokens_known = end, message.num_tokens
+        begin = min(max(first, len(self._kept)), end)  # of what has to travel
+        kept, checksums = self._kept[first:begin], tuple(message.checksums[begin - first :])
+        self.checksums += (*kept, *checksums)
         pull = Pull(
             self.key,
             peer,
-            tuple(message.pages),
-            self._pages[first:end],
+            tuple(message.pages[begin - first :]),
+            self._pages[begin:end],
             tuple(
                 min(self._page_tokens, message.num_tokens - page * self._page_tokens)
-                for page in range(first, end)
+                for page in range(begin, end)
             ),
-            tuple(message.checksums),
+            checksums,
             message.slot if message.is_last else -1,
             self._slot if message.is_last else -1,
             message.num_tokens if message.is_last else 0,
             message.slot_checksum if message.is_last else 0,
+            self._pages[first:begin],
+            kept,
         )
         self._waiting.append(pull)
         return self._next()

@@ -171,7 +171,9 @@ class Engine(Protocol):
         ...
 
     def page_checksum(self, page: int, num_tokens: int) -> int:
-        """crc32 of the live rows of a page that has num_tokens live tokens."""
+        """crc32 of the live rows of a page that has num_tokens live tokens. Of a full page that
+        nobody writes, it may run beside step in another thread.
+        """
         ...
 
     def slot_checksum(self, slot: int, num_tokens: int) -> int:

@@ -48,10 +48,25 @@ def malformed(limits: Limits, message: Reserve, ids: array[int]) -> str:
     return ""
 
 
+def pages_wanted(limits: Limits, message: Reserve, num_ids: int, num_kept: int = 0) -> int:
+    """Pages that a lane and its choices take now. num_kept: of these, shared with the cache."""
+    shared = num_ids // limits.page_tokens
+    own = pages_at_start(limits, message, num_ids) - shared
+    return shared - num_kept + len(message.choices) * own
+
+
 def refusal(
-    limits: Limits, books: Books, num_running: int, message: Reserve, ids: array[int]
+    limits: Limits,
+    books: Books,
+    num_running: int,
+    message: Reserve,
+    ids: array[int],
+    num_kept: int = 0,
 ) -> tuple[str, str]:
-    """Why a lane cannot be reserved (reason and sentence of Refused), or two empty strings."""
+    """Why a lane cannot be reserved (reason and sentence of Refused), or two empty strings.
+
+    num_kept: pages that it shares with the cache and holds already.
+    """
     num = len(message.choices)
     if len(ids) > limits.max_context:
         return "too_large", f"{len(ids)} tokens do not fit a context of {limits.max_context}"
@@ -63,30 +78,48 @@ def refusal(
             f"{num} choices of up to {longest} tokens need {most} pages and {num} slots of "
             f"{limits.num_pages} and {limits.num_slots}"
         )
-    now = shared + num * (pages_at_start(limits, message, len(ids)) - shared)
+    now = pages_wanted(limits, message, len(ids), num_kept)
     # What runs must be able to grow a little, or admissions and preemptions would alternate.
     spare = min(num_running, limits.num_pages // 16)
-    if now + spare > books.pages.num_free or num > books.slots.num_free:
+    num_free = books.pages.num_free + books.pages.counts()["cached"]
+    if now + spare > num_free or num > books.slots.num_free:
         return "busy", f"{now} pages and {num} slots are not free now"
     return "", ""
 
 
 def make_lane(
-    limits: Limits, books: Books, request: Request, message: Reserve, ids: array[int], peer: str
+    limits: Limits,
+    books: Books,
+    request: Request,
+    message: Reserve,
+    ids: array[int],
+    peer: str,
+    kept: list[tuple[int, int]],
 ) -> Lane:
-    """Reserve for a lane that ``refusal`` let pass. peer: incarnation of its prefill, if known."""
+    """Reserve for a lane that ``refusal`` let pass; as many pages are free.
+
+    peer: incarnation of its prefill, if known. kept: its first pages, held by the first choice
+    already, with their checksums.
+    """
     first, *others = message.choices
     num_shared = len(ids) // limits.page_tokens
     num_pages = pages_at_start(limits, message, len(ids))
     lane = Lane(request, message, ids, [], {first: []}, {}, None)
-    lane.pages = books.pages.reserve(lane.owner(first), num_pages)
+    lane.pages = [page for page, _ in kept]
+    lane.pages += books.pages.reserve(lane.owner(first), num_pages - len(kept))
     for choice in others:
         lane.tails[choice] = books.pages.reserve(lane.owner(choice), num_pages - num_shared)
     for choice in message.choices:
         lane.slots[choice] = books.slots.reserve(lane.owner(choice), 1)[0]
     if message.prefill:
         lane.intake = Intake(
-            lane.key, peer, lane.pages, lane.slots[first], len(ids), limits.page_tokens
+            lane.key,
+            peer,
+            lane.pages,
+            lane.slots[first],
+            len(ids),
+            limits.page_tokens,
+            [checksum for _, checksum in kept],
         )
     return lane
 

@@ -21,6 +21,7 @@ class Request:
     order: int  # of arrival; the youngest (greatest) is preempted first
     tokenizer: str  # gets the tokens; empty: nobody does
     deadline_ms: int = 0
+    salt: str = ""  # of the page cache
     is_parked: bool = False
     is_dropped: bool = False  # cancelled, lost or preempted: results of a running step are void
     lanes: dict[int, Lane] = field(default_factory=dict)
@@ -41,6 +42,7 @@ class Lane:
     num_computed: int = 0  # tokens, of our own prefill
     began_ms: float = 0.0  # first publication
     num_pulled_bytes: int = 0
+    digests: list[bytes] = field(default_factory=list)  # of the full pages, for the page cache
 
     @property
     def key(self) -> Key:

@@ -76,6 +76,7 @@ class PrefillConfig:
     slots: int = 16  # sequences under way or waiting for their release, at most
     chunk_tokens: int = 256  # of a prompt, in one engine step
     prefix_cache: bool = True  # keep pages of prompts and skip what is found again
+    cache_pages: int = 0  # of these, kept at most for that; 0: as many as nobody else wants
     devices: str = ""  # GPUs of the ranks, "0,1,2,3"; empty: what the process sees
 
 
@@ -87,6 +88,8 @@ class DecodeConfig:
     slots: int = 64  # sequences in the batch, reserved or parked, at most
     max_batch: int = 32  # sequences in one step
     growth_tokens: int = 64  # reserved beyond the prompt at admission
+    prefix_cache: bool = True  # keep pages, so that the next turn's hand-off brings only the rest
+    cache_pages: int = 0  # of these, kept at most for that; 0: as many as nobody else wants
     devices: str = ""  # GPUs of the ranks, "0,1,2,3"; empty: what the process sees
 
 
@@ -162,6 +165,8 @@ class Config:
         for room in (self.prefill, self.decode, self.draft):
             need(room.tp in (1, 2, 4, 8), f"tp is 1, 2, 4 or 8, not {room.tp}")
             need(room.threads >= 1, "threads is at least 1")
+        for pool in (self.prefill, self.decode):
+            need(pool.cache_pages >= 0, "cache_pages is at least 0")
         need(self.model.max_context >= 128, "model.max_context is at least 128")
         need(
             1 <= self.decode.max_batch <= self.decode.slots, "decode.max_batch is 1 to decode.slots"

@@ -455,6 +455,7 @@ class Reserve(Message, frozen=True, tag="reserve", omit_defaults=True):
     grammar: Grammar | None = None
     priority: int = 0
     traceparent: str = ""
+    cache_salt: str = ""  # who shares cached pages: the same salt as in Prefill
 
 
 class Reserved(Message, frozen=True, tag="reserved", omit_defaults=True):

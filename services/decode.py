@@ -19,9 +19,10 @@ import structlog
 from decant.engine.acceptance import DepthController
 from decant.engine.decode_batch import Limits, Mask, Proposal, ToPrefill, ToRouter
 from decant.engine.decode_scheduler import DecodeScheduler
-from decant.engine.execute import execute_decode
+from decant.engine.execute import execute_decode, execute_pull, execute_seal
 from decant.engine.handoff import Pull
 from decant.engine.interface import Engine
+from decant.engine.page_cache import Seal
 from decant.engine.sampler import Sampler
 from decant.protocol.config import Config
 from decant.protocol.errors import DeadlineExceeded, HandoffError, ProtocolError
@@ -95,8 +96,11 @@ class DecodeService:
                 config.prefill.chunk_tokens,
                 pools[0].page_bytes,
                 pools[0].slot_bytes,
+                config.decode.cache_pages,
             ),
             DepthController(num_drafts, config.draft.adaptive),
+            config.decode.prefix_cache,
+            f"{engine.model_hash}/{engine.kv_layout_hash}",
         )
         self.sampler = Sampler(engine.vocab_size, engine.eos_token_id)
         self.num_steps = 0
@@ -245,6 +249,8 @@ class DecodeService:
                 self._count(action.message)
             elif isinstance(action, ToPrefill):
                 self._prefills.post(action.peer, action.message)
+            elif isinstance(action, Seal):
+                self._tasks.create_task(self._seal(action))
             else:
                 self._tasks.create_task(self._pull(action))
         for instance, outgoing in self.scheduler.take_tokens().items():
@@ -268,17 +274,7 @@ class DecodeService:
 
         def copy() -> None:
             failpoints.hit("decode.before_pull")
-            self.engine.pull_pages(
-                pull.peer, pull.source, pull.target, pull.num_tokens, pull.checksums
-            )
-            if pull.is_last:
-                self.engine.pull_slot(
-                    pull.peer,
-                    pull.source_slot,
-                    pull.target_slot,
-                    pull.slot_tokens,
-                    pull.slot_checksum,
-                )
+            execute_pull(self.engine, pull)
 
         error = ""
         try:
@@ -291,6 +287,9 @@ class DecodeService:
         self.scheduler.pulled(pull, error, now_ms())
         self._flush()
         failpoints.hit("decode.after_release")
+
+    async def _seal(self, seal: Seal) -> None:
+        self.scheduler.sealed(seal, await self.copies.run(execute_seal, self.engine, seal))
 
     # ---- in --------------------------------------------------------------------------------------
 

@@ -125,6 +125,12 @@ class Record:
         return min((lane.state for lane in self.lanes.values()), default=State.DONE)
 
     @property
+    def salt(self) -> str:
+        """Whose cached prefixes it may share: those of its key and of the salt that it names."""
+        given = self.generate
+        return f"{given.tenant}\x1f{given.cache_salt}" if given.tenant else given.cache_salt
+
+    @property
     def is_canary(self) -> bool:
         return not self.gateway
 
@@ -270,6 +276,7 @@ class Record:
             given.grammar,
             given.priority,
             self.traceparent,
+            self.salt,
         )
         return [ToWorker(decode, body, (self.prompt + self._lane_ids(lane),))]
 
@@ -463,7 +470,7 @@ class Record:
             lane.decode.instance,
             lane.decode.incarnation,
             int(self._deadline_s * 1e3),
-            given.cache_salt,
+            self.salt,
             given.priority,
             self.traceparent,
         )

@@ -22,9 +22,15 @@ from decant.engine.acceptance import DepthController
 from decant.engine.decode_batch import DecodePlan, Limits, Proposal, ToPrefill
 from decant.engine.decode_batch import ToRouter as DecodeToRouter
 from decant.engine.decode_scheduler import DecodeScheduler
-from decant.engine.execute import execute_decode, execute_prefill
+from decant.engine.execute import (
+    execute_decode,
+    execute_prefill,
+    execute_pull,
+    execute_seal,
+)
 from decant.engine.handoff import Pull
 from decant.engine.interface import DraftEngine, DraftSlot, Engine
+from decant.engine.page_cache import Seal
 from decant.engine.prefill_scheduler import PrefillLimits, PrefillPlan, PrefillScheduler, ToRouter
 from decant.engine.sampler import Sampler
 from decant.protocol.errors import HandoffError
@@ -134,6 +140,8 @@ class Cluster:
                 chunk_tokens,
             ),
             depth,
+            cache,
+            "fake",
         )
         self.decode.speculation.has_draft = True
         self.prefill.peers({"d1"})
@@ -149,6 +157,8 @@ class Cluster:
         self._prefill_step: PrefillPlan | None = None
         self._proposal: Proposal | None = None
         self._pulls: deque[Pull] = deque()
+        self._seals: deque[Seal] = deque()
+        self.num_pulled_pages = 0
         self.num_drafted = 0
 
     def close(self) -> None:
@@ -189,6 +199,7 @@ class Cluster:
                 job.sampling,
                 "tokenizer-0",
                 "" if job.local else "prefill-0",
+                cache_salt=job.salt,
             )
             self.links["r>d"].append(partial(self.decode.reserve, message, ids))
 
@@ -251,6 +262,8 @@ class Cluster:
                 self.links["d>r"].append(partial(self._at_router, "decode", action.message))
             elif isinstance(action, ToPrefill):
                 self.links["d>p"].append(partial(self._at_prefill, action.message))
+            elif isinstance(action, Seal):
+                self._seals.append(action)
             else:
                 self._pulls.append(action)
         for work in self.prefill.take():
@@ -299,6 +312,8 @@ class Cluster:
             result.append(lambda: self._reserve(self._waiting.popleft()))
         if self._pulls:
             result.append(self.pull)
+        if self._seals:
+            result.append(self.seal)
         result.append(self.end_decode if self._decode_step else self.begin_decode)
         result.append(self.end_prefill if self._prefill_step else self.begin_prefill)
         if self._proposal:
@@ -329,6 +344,7 @@ class Cluster:
         for _ in range(3000):
             self.step()
         assert not any(self.links.values())
+        self.decode.flush()
         decode, prefill = self.decode.stats(), self.prefill.stats()
         assert decode["pages_free"] == self.decode.pages.num, decode
         assert decode["slots_free"] == self.decode.slots.num, decode
@@ -369,19 +385,16 @@ class Cluster:
     def pull(self) -> None:
         pull, engine = self._pulls.popleft(), self.decode_engine
         error = ""
+        self.num_pulled_pages += len(pull.source)
         try:
-            engine.pull_pages(pull.peer, pull.source, pull.target, pull.num_tokens, pull.checksums)
-            if pull.is_last:
-                engine.pull_slot(
-                    pull.peer,
-                    pull.source_slot,
-                    pull.target_slot,
-                    pull.slot_tokens,
-                    pull.slot_checksum,
-                )
+            execute_pull(engine, pull)
         except HandoffError as failure:
             error = failure.message
         self.decode.pulled(pull, error, self.now_ms)
+
+    def seal(self) -> None:
+        seal = self._seals.popleft()
+        self.decode.sealed(seal, execute_seal(self.decode_engine, seal))
 
     def answer(self) -> None:
         """The draft answers, perhaps long after decode gave up waiting."""

@@ -316,7 +316,7 @@ class ScriptedRouter:
         def is_free() -> bool:
             decode, prefill = self.beats["decode-0"].stats, self.beats["prefill-0"].stats
             return (
-                decode["pages_free"] == self.config.decode.pages
+                decode["pages_free"] + decode["pages_cached"] == self.config.decode.pages
                 and decode["slots_free"] == self.config.decode.slots
                 and prefill["pages_free"] + prefill["pages_cached"] == self.config.prefill.pages
                 and prefill["slots_free"] + prefill["slots_cached"] == self.config.prefill.slots
