@@ -32,6 +32,7 @@ COMMANDS = {  # name -> module, one line
     "doctor": ("doctor", "is this machine fit? every finding with its fix"),
     "chat": ("chat", "ask the running set; without a prompt: a conversation"),
     "bench": ("bench", "load generator: latency, throughput, goodput, acceptance"),
+    "bench-kernels": ("bench_kernels", "measure the GPU kernels at the model's shapes"),
     "verify": ("verify", "run fixtures through the engine and compare with expected values"),
     "eval": ("eval", "ask held-out prompts of the demo's skills and count right answers"),
     "verify-chat": ("verify_chat", "compare the chat encoding with a file of examples"),

@@ -21,10 +21,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--system", default="", help="system message")
     add("--thinking", action="store_true", help="let the model reason first")
     add("--effort", choices=["low", "medium", "high", "max"], default="", help="of reasoning")
-    add("--temperature", type=float, default=None)
-    add("--top-p", type=float, default=None)
-    add("--seed", type=int, default=None)
-    add("--max-tokens", type=int, default=None)
+    add("--temperature", type=float, default=None, help="0 is greedy; default: the server's")
+    add("--top-p", type=float, default=None, help="above 0, to 1")
+    add("--seed", type=int, default=None, help="the same seed gives the same answer")
+    add("--max-tokens", type=int, default=None, help="of the answer, reasoning included")
     add("--figures", action="store_true", help="show TTFT, TPOT and acceptance after an answer")
 
 

@@ -184,7 +184,8 @@ def test_locks_pin_exactly_and_name_no_host() -> None:
             assert "://" not in line
 
 
-LOCKS = {  # extra (or "" for the dependencies) -> the sets of lock files that make installs for it
+# Extra (or "" for the dependencies) -> the sets of lock files that make installs for it.
+LOCKS: dict[str, list[tuple[str, ...]]] = {
     "": [("cpu",), ("gpu",)],
     "train": [("cpu",), ("gpu",)],  # make demo-weights
     "gpu": [("gpu",)],
@@ -266,7 +267,7 @@ def test_every_import_is_a_dependency() -> None:
     for path in tracked():
         if path.suffix == ".py":
             for module in imported(ROOT / path) - own:
-                names = {canonicalize_name(n) for n in owners.get(module, [])}
+                names: set[str] = {canonicalize_name(n) for n in owners.get(module, [])}
                 names |= {gpu_only[module]} if module in gpu_only else set()
                 if not names & wanted:
                     wrong[f"{path}: {module}"] = sorted(names)
