@@ -293,7 +293,7 @@ def run(a: argparse.Namespace) -> bool:
             start = clock()
             last_eval = last_save = start
             mark = (done, start)
-            budget = min(a.seconds, a.deadline - (start - began) - a.reserve)
+            budget = max(1e-6, min(a.seconds, a.deadline - (start - began) - a.reserve))
             print(f"compiled after {start - began:.0f} s, {budget:.0f} s to train", flush=True)
         spent = (clock() - start) / budget if start else 0.0
         f = done / a.steps if a.steps else spent
