@@ -60,13 +60,32 @@ def execute_prefill(engine: Engine, plan: PrefillPlan) -> PrefillOutput:
         engine.copy_slot(*plan.slot_copy)
     if plan.page_copy:
         engine.copy_page(*plan.page_copy)
+    hit = plan.hit
+    if hit and plan.slot_copy:
+        is_same = engine.slot_checksum(plan.slot_copy[1], hit.num_tokens) == hit.slot_checksum
+        if plan.page_copy:
+            open_tokens = hit.num_tokens % engine.page_tokens
+            checksum = engine.page_checksum(plan.page_copy[1], open_tokens)
+            is_same = is_same and checksum == hit.open_checksum
+        if not is_same:
+            return PrefillOutput([], is_corrupt=True)
     if plan.step.chunk is not None:
         engine.step(plan.step)
     checksums = [engine.page_checksum(page, num_tokens) for page, num_tokens in plan.publish]
-    slot_checksum = engine.slot_checksum(plan.lane.slot, plan.end) if plan.is_last else 0
+    if hit and tuple(checksums[: len(hit.checksums)]) != hit.checksums:
+        return PrefillOutput([], is_corrupt=True)
+    slot_checksum = open_checksum = 0
+    if plan.is_last or plan.snapshot:
+        slot_checksum = engine.slot_checksum(plan.lane.slot, plan.end)
     if plan.snapshot:
         engine.copy_slot(*plan.snapshot)
-    return PrefillOutput(checksums, slot_checksum)
+        if plan.open_page >= 0:
+            open_checksum = (
+                checksums[-1]
+                if plan.is_last
+                else engine.page_checksum(plan.open_page, plan.end % engine.page_tokens)
+            )
+    return PrefillOutput(checksums, slot_checksum, open_checksum)
 
 
 def execute_pull(engine: Engine, pull: Pull) -> None:

@@ -33,6 +33,7 @@ class PrefillLimits:
     vocab_size: int
     chunk_tokens: int
     max_queued: int = 1024  # lanes; more are handed back to the router
+    cache_pages: int = 0  # of the prefix cache at most; 0: as many as nobody else wants
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class Lane:
     hit: Entry | None = None  # to copy before the first chunk
     digests: list[bytes] = field(default_factory=list)
     points: list[int] = field(default_factory=list)  # snapshots to come, ascending
+    checksums: list[int] = field(default_factory=list)  # of the pages published
     is_dropped: bool = False
 
     @property
@@ -79,7 +81,9 @@ class Lane:
 
 @dataclass(frozen=True)
 class PrefillPlan:
-    """One step. In order: clear or copy slot, copy the open page, compute, checksum, snapshot."""
+    """One step. In order: clear or copy slot, copy the open page, check what was copied, compute,
+    checksum (and check what the cache gave), snapshot.
+    """
 
     step: StepPlan
     lane: Lane
@@ -90,6 +94,8 @@ class PrefillPlan:
     publish: tuple[tuple[int, int], ...] = ()  # page, live tokens: to be checksummed
     is_last: bool = False  # checksum of the slot, too
     snapshot: tuple[int, int, int] | None = None  # source, target, num_tokens
+    open_page: int = -1  # that the snapshot cuts; -1: it ends with a page
+    hit: Entry | None = None  # where slot, open page and the first published pages come from
 
     @property
     def num_tokens(self) -> int:
@@ -104,7 +110,9 @@ class PrefillPlan:
 @dataclass(frozen=True)
 class PrefillOutput:
     checksums: list[int]  # of plan.publish
-    slot_checksum: int = 0
+    slot_checksum: int = 0  # at the end of the plan, if it is the last or has a snapshot
+    open_checksum: int = 0  # of the snapshot's open page
+    is_corrupt: bool = False  # plan.hit is not what it was: nothing of this step counts
 
 
 class PrefillScheduler:
@@ -114,7 +122,9 @@ class PrefillScheduler:
         """epoch: of our pool. hashes: model and layout, for the cache's keys."""
         self.limits = limits
         self.books = Books(limits.num_pages, limits.num_slots)
-        self.cache = PrefixCache(self.books, limits.page_tokens, hashes, "") if cache else None
+        self.cache: PrefixCache | None = None
+        if cache:
+            self.cache = PrefixCache(self.books, limits.page_tokens, hashes, "", limits.cache_pages)
         self.lanes: dict[Key, Lane] = {}  # queued, computing, or published and not released
         self.is_draining = False
         self.num_tokens = 0  # computed
@@ -232,6 +242,10 @@ class PrefillScheduler:
             if lane.offer.state is OfferState.OPEN and not lane.is_dropped:
                 self._lose(lane, reason)
 
+    def flush(self) -> int:
+        """Forget the prefix cache (what lanes hold stays theirs). Returns: number of entries."""
+        return self.cache.clear() if self.cache is not None else 0
+
     def tick(self, now_ms: float) -> None:
         """Deadlines of lanes that are not complete. Call at least once a second."""
         for lane in list(self.lanes.values()):
@@ -333,6 +347,7 @@ class PrefillScheduler:
             slot = self.cache.reserve_slot(self.cache.key(lane.digests, lane.ids, end), hit)
             if slot >= 0:
                 snapshot = (lane.slot, slot, end)
+        open_page = lane.pages[end // page_tokens] if snapshot and end % page_tokens else -1
         return PrefillPlan(
             StepPlan(self._step, (), chunk),
             lane,
@@ -346,6 +361,8 @@ class PrefillScheduler:
             ),
             end == length,
             snapshot,
+            open_page,
+            hit,
         )
 
     def apply(self, output: PrefillOutput, now_ms: float) -> None:
@@ -355,6 +372,9 @@ class PrefillScheduler:
         self._running, lane = None, plan.lane
         self.books.unhold([lane.key], "step")
         self.num_tokens += plan.num_tokens
+        if output.is_corrupt:
+            self._restart(plan)
+            return
         if lane.is_dropped:
             if plan.snapshot and self.cache is not None:
                 self.cache.abandon(plan.snapshot[1])
@@ -366,8 +386,10 @@ class PrefillScheduler:
         if plan.snapshot and self.cache is not None:
             _, slot, num_tokens = plan.snapshot
             key = self.cache.key(lane.digests, lane.ids, num_tokens)
-            self.cache.insert(key, num_tokens, slot, lane.pages)
+            sums = (lane.checksums + output.checksums, output.open_checksum, output.slot_checksum)
+            self.cache.insert(key, num_tokens, slot, lane.pages, *sums)
         if plan.publish:
+            lane.checksums += output.checksums
             due = [page for page, _ in plan.publish]
             pages.publish(lane.key, due)
             ready = lane.offer.publish(
@@ -387,6 +409,20 @@ class PrefillScheduler:
                     now_ms - lane.started_ms,
                 )
             )
+
+    def _restart(self, plan: PrefillPlan) -> None:
+        """What the cache gave is not what it was. Nothing of the lane is published yet (its first
+        pages are exactly those that were checked), so it begins again without that entry.
+        """
+        assert self.cache is not None and plan.hit is not None
+        if plan.snapshot:
+            self.cache.abandon(plan.snapshot[1])
+        self.cache.distrust(plan.hit)
+        lane = plan.lane
+        if not lane.is_dropped:
+            self.books.free(lane.key)
+            lane.pages, lane.points, lane.slot = [], [], -1
+            lane.num_computed = lane.num_cached = 0
 
 
 def _fits(ids: array[int], limits: PrefillLimits) -> bool:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass
 
 from decant.engine.kv_pages import Books, pages_for
@@ -25,6 +25,8 @@ SNAPSHOT_TOKENS = 4096  # a snapshot at each multiple
 MIN_TOKENS = 32  # shorter prefixes are not worth a slot
 CUT_FROM = 1024  # from here on a chunk more costs at most 2 % of a prefill
 MAX_SEEN = 65536  # hashes remembered to find prefixes that several prompts share
+WINDOW = 64  # lookups that ``is_useless`` looks back on ...
+WINDOW_REPEATS = 16  # ... of which so many had a prefix that was seen before
 
 Key = tuple[bytes, bytes]  # hash of the whole blocks, ids after them
 
@@ -37,13 +39,27 @@ class Entry:
     num_tokens: int
     slot: int
     pages: tuple[int, ...]  # covers num_tokens; the last one may go on with other tokens
+    checksums: tuple[int, ...] = ()  # of the full pages
+    open_checksum: int = 0  # of the last page's live rows, if it is not full
+    slot_checksum: int = 0
 
 
 class PrefixCache:
     """Snapshots by the hash of their prefix, least recently used first."""
 
-    def __init__(self, books: Books, page_tokens: int, model_hash: str, layout_hash: str) -> None:
+    def __init__(
+        self,
+        books: Books,
+        page_tokens: int,
+        model_hash: str,
+        layout_hash: str,
+        max_pages: int = 0,
+    ) -> None:
+        """max_pages: kept at most; 0: as many as nobody else wants."""
         self.num_hits = self.num_misses = self.num_hit_tokens = self.num_evicted = 0
+        self.num_corrupt = 0
+        self._max_pages = max_pages
+        self._window: deque[tuple[bool, bool]] = deque(maxlen=WINDOW)  # hit, repeats a prefix
         self._books = books
         self._page_tokens = page_tokens
         self._seed = f"{model_hash}/{layout_hash}/"
@@ -110,12 +126,19 @@ class PrefixCache:
             (i for i in reversed(range(1, num_blocks + 1)) if digests[i] in self._seen), 0
         )
         wanted.add(shared * BLOCK_TOKENS)
+        self._window.append((hit_tokens > 0, shared > 0))
         for digest in digests[1:]:
             self._seen[digest] = None
             self._seen.move_to_end(digest)
         while len(self._seen) > MAX_SEEN:
             self._seen.popitem(last=False)
         return sorted(p for p in wanted if p > hit_tokens)
+
+    @property
+    def is_useless(self) -> bool:
+        """Prompts repeat prefixes, and none was found: too few pages or slots, or a mistake."""
+        num_repeats = sum(repeats for _, repeats in self._window)
+        return num_repeats >= WINDOW_REPEATS and not any(hit for hit, _ in self._window)
 
     def make_room(self, num_pages: int, num_slots: int, keep: Entry | None = None) -> bool:
         """Evict until so much is free. False: not possible (what could go is gone then)."""
@@ -141,6 +164,14 @@ class PrefixCache:
                 del self._page_uses[page]
                 self._books.pages.uncache(page)
 
+    def distrust(self, entry: Entry) -> None:
+        """Pages or snapshot are not what they were: whatever shares them goes too."""
+        self.num_corrupt += 1
+        pages = set(entry.pages)
+        for other in list(self._entries.values()):
+            if other.slot == entry.slot or not pages.isdisjoint(other.pages):
+                self._evict(other)
+
     def clear(self) -> int:
         """Evict everything. Returns: number of entries."""
         num = len(self._entries)
@@ -158,14 +189,31 @@ class PrefixCache:
             return -1
         return self._books.slots.reserve(self, 1)[0]
 
-    def insert(self, key: Key, num_tokens: int, slot: int, pages: list[int]) -> None:
-        """The snapshot in ``slot`` is made. pages: of the lane, from its first on."""
+    def insert(
+        self,
+        key: Key,
+        num_tokens: int,
+        slot: int,
+        pages: list[int],
+        checksums: list[int],
+        open_checksum: int,
+        slot_checksum: int,
+    ) -> None:
+        """The snapshot in ``slot`` is made. pages: of the lane, from its first on; checksums: of
+        the full ones, in the same order.
+        """
         slots = self._books.slots
         slots.activate(self, [slot])
         slots.cache(slot)
         slots.release(self, [slot])
         entry = Entry(
-            key, num_tokens, slot, tuple(pages[: pages_for(num_tokens, self._page_tokens)])
+            key,
+            num_tokens,
+            slot,
+            tuple(pages[: pages_for(num_tokens, self._page_tokens)]),
+            tuple(checksums[: num_tokens // self._page_tokens]),
+            open_checksum,
+            slot_checksum,
         )
         for page in entry.pages:
             if not self._page_uses[page]:
@@ -173,6 +221,8 @@ class PrefixCache:
             self._page_uses[page] += 1
         self._entries[key] = entry
         self._tails.setdefault(key[0], {})[key[1]] = entry
+        while self._max_pages and len(self._page_uses) > self._max_pages:
+            self._evict(next(iter(self._entries.values())))
 
     def abandon(self, slot: int) -> None:
         """The snapshot was not made."""

@@ -19,8 +19,7 @@ Who sends what (see docs/architecture.md):
   gateway   -> tokenizer  Encode OpenStream CloseStream Detokenize      tokenizer -> gateway
   Encoded Failed TextDeltas Text
   gateway   -> router     Generate Cancel Emitted StreamCredit          router -> gateway     Queued
-             EndChoice
-  Failed AskEmitted Closed
+  EndChoice Failed AskEmitted Closed
   router    -> decode     Reserve Cancel Peers StreamCredit EndChoice   decode -> router
   Reserved Refused Decoding Preempted Finished Lost Cancelled
   router    -> prefill    Prefill Cancel Peers                          prefill -> router
@@ -31,7 +30,7 @@ Who sends what (see docs/architecture.md):
   ReplayFrom
   decode    -> draft      Propose                                       draft -> decode       Drafts
   everybody -> router     Hello Heartbeat                               router -> everybody
-  Welcome Refuse Peers Drain
+  Welcome Refuse Peers Drain FlushCache
 """
 
 from __future__ import annotations
@@ -200,6 +199,10 @@ class Drain(Message, frozen=True, tag="drain", omit_defaults=True):
     """Router -> service: take no new work, finish or hand back what is there, then exit 0."""
 
     timeout_s: float = 30.0
+
+
+class FlushCache(Message, frozen=True, tag="flush_cache", omit_defaults=True):
+    """Router -> prefill and decode: forget the prefix caches. What requests hold stays theirs."""
 
 
 # ---- gateway <-> tokenizer -----------------------------------------------------------------------
@@ -669,7 +672,7 @@ class Drafts(Message, frozen=True, tag="drafts", omit_defaults=True):
 
 
 TYPES: tuple[type[Message], ...] = (
-    Hello, Welcome, Refuse, Peers, Heartbeat, Drain,
+    Hello, Welcome, Refuse, Peers, Heartbeat, Drain, FlushCache,
     Encode, Encoded, Failed, OpenStream, CloseStream, Detokenize, Text, TextDeltas,
     Generate, Queued, Cancel, Cancelled, AskEmitted, Emitted, Closed, StreamCredit,
     EndChoice,

@@ -1,7 +1,8 @@
-"""The router's page on a Unix socket in the run directory: metrics, state, drain.
+"""The router's page on a Unix socket in the run directory: metrics, state, drain, caches.
 
-``GET /metrics``, ``GET /state`` (JSON: ``router_state.state``), ``POST /drain/INSTANCE`` and
-``POST /undrain/INSTANCE``. Only the user who owns the run directory (mode 0700) reaches it.
+``GET /metrics``, ``GET /state`` (JSON: ``router_state.state``), ``POST /drain/INSTANCE``,
+``POST /undrain/INSTANCE`` and ``POST /flush_cache`` (prefix caches of all workers). Only the user
+who owns the run directory (mode 0700) reaches it.
 """
 
 from __future__ import annotations
@@ -40,6 +41,9 @@ def application(dispatcher: Dispatcher, metrics: RouterMetrics) -> web.Applicati
             return web.json_response({"error": f"no process is called {instance}"}, status=404)
         return web.json_response({"instance": instance, "is_draining": is_drained})
 
+    async def post_flush(request: web.Request) -> web.Response:
+        return web.json_response({"flushed": dispatcher.flush()})
+
     app = web.Application()
     app.add_routes(
         [
@@ -47,6 +51,7 @@ def application(dispatcher: Dispatcher, metrics: RouterMetrics) -> web.Applicati
             web.get("/state", get_state),
             web.post("/drain/{instance}", post_drain),
             web.post("/undrain/{instance}", post_undrain),
+            web.post("/flush_cache", post_flush),
         ]
     )
     return app

@@ -32,6 +32,7 @@ from decant.protocol.messages import (
     Drafts,
     Drain,
     EndChoice,
+    FlushCache,
     Heartbeat,
     Hello,
     KVGone,
@@ -137,6 +138,7 @@ class DecodeService:
         self._drafts = PeerLinks(tasks, self.sender, hello, self._on_draft)
         self._draft = ""  # incarnation of the draft that we use
         self._router = ""
+        self._cache_told = 0, 0, 0  # pages hit, missed, corrupt
         self._registry = metrics.registry("decode", instance)
         self._metrics = DecodeMetrics(self._registry, num_drafts)
         PageGauge(self._registry, self.scheduler.pages.counts, lambda: engine.num_pages)
@@ -238,6 +240,17 @@ class DecodeService:
             self._metrics.running.set(stats["sequences"])
             self._metrics.waiting.set(stats["lanes"])
             self._metrics.parked.set(stats["parked"])
+            self._watch_cache()
+
+    def _watch_cache(self) -> None:
+        cache, told = self.scheduler.cache, self._cache_told
+        if cache is not None:
+            now = cache.num_hit_pages, cache.num_missed_pages, cache.num_corrupt
+            if now[2] > told[2]:
+                log.error("cached pages changed", pages=now[2] - told[2])
+            for counter, here, before in zip(self._metrics.cache, now, told, strict=True):
+                counter.inc(here - before)
+            self._cache_told = now
 
     # ---- out -------------------------------------------------------------------------------------
 
@@ -311,6 +324,8 @@ class DecodeService:
             self.scheduler.credit(body)
         elif isinstance(body, EndChoice):
             self.scheduler.end_choice(body)
+        elif isinstance(body, FlushCache):
+            log.info("page cache flushed", pages=self.scheduler.flush())
         elif isinstance(body, Drain):
             self._drain_s = body.timeout_s
             stop().set()

@@ -212,6 +212,14 @@ class Dispatcher:
         self._after(self._clock())
         return True
 
+    def flush(self) -> list[str]:
+        """Administrator: all prefix caches are to be forgotten. Returns: the workers told."""
+        workers = [member for service in WORKERS for member in self.membership.of(service)]
+        for member in workers:
+            self._send_to(member, m.FlushCache(), ())
+        self.placement.affinity.clear()
+        return [member.instance for member in workers]
+
     # ---- messages
 
     def _hello(self, envelope: Envelope, hello: m.Hello, now: float) -> None:

@@ -1,8 +1,9 @@
 """Which workers a waiting lane gets: the router's policy, and the only place that knows it. Pure.
 
-The least loaded decode and the least loaded prefill that may take one more. A worker on probation
-(it has just joined or recovered) takes one at a time; one that a suspect has for itself takes
-nobody else; one that said busy is left alone for a moment.
+The least loaded decode and the least loaded prefill that may take one more; where there are
+several, the one that has the prompt's prefix, unless it has clearly more to do. A worker on
+probation (it has just joined or recovered) takes one at a time; one that a suspect has for itself
+takes nobody else; one that said busy is left alone for a moment.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
+from decant.services.affinity import Affinity
 from decant.services.decisions import Ref, State
 from decant.services.membership import Member, Membership
 from decant.services.records import Lane, Record
 
 MAX_PREFILLING = 8  # lanes at one prefill; more wait in the queue, where deadlines are kept
 DEFAULT_SLOTS = 64
+LEAD = {"prefill": 2, "decode": 8}  # load beyond the least that a known prefix is worth
 BUSY_S = (0.02, 0.1)  # pause after Refused(busy): first, when it says so again
 
 
@@ -24,6 +27,7 @@ class Placement:
 
     def __init__(self, membership: Membership) -> None:
         self._membership = membership
+        self.affinity = Affinity()
         self._busy_until: dict[Ref, float] = {}
         self._load: Counter[Ref] = Counter()  # choices at a decode, lanes at a prefill
         self._alone: set[Ref] = set()  # taken by one suspect
@@ -60,8 +64,8 @@ class Placement:
         """(decode, prefill) for a lane, now counted as theirs; None: it has to wait."""
         own = record.suspect_in if record.is_suspect else set()
         num = len(lane.choices)
-        decode = self._least("decode", num, own, now)
-        prefill = self._least("prefill", 1, own, now)
+        decode = self._best("decode", record, num, own, now)
+        prefill = self._best("prefill", record, 1, own, now)
         if decode is None or prefill is None:
             return None
         self._load[decode] += num
@@ -69,15 +73,28 @@ class Placement:
         for worker, service in ((decode, "decode"), (prefill, "prefill")):
             if service in own:
                 self._alone.add(worker)
+            if self._has_choice(service):
+                self.affinity.note(service, record.prefixes, worker)
         return decode, prefill
 
-    def _least(self, service: str, num: int, own: set[str], now: float) -> Ref | None:
-        refs = (
+    def _has_choice(self, service: str) -> bool:
+        return len(self._membership.usable(service)) > 1
+
+    def _best(
+        self, service: str, record: Record, num: int, own: set[str], now: float
+    ) -> Ref | None:
+        refs = [
             Ref(member.instance, member.incarnation)
             for member in self._membership.usable(service)
             if self._may_take(member, num, service in own, now)
-        )
-        return min(refs, key=lambda ref: self._load[ref], default=None)
+        ]
+        least = min(refs, key=lambda ref: self._load[ref], default=None)
+        if least is None or len(refs) == 1:
+            return least
+        known = self.affinity.find(service, record.prefixes, set(refs))
+        if known is not None and self._load[known] <= self._load[least] + LEAD[service]:
+            return known
+        return least
 
     def _may_take(self, member: Member, num: int, is_suspect: bool, now: float) -> bool:
         ref = Ref(member.instance, member.incarnation)

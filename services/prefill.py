@@ -22,6 +22,7 @@ from decant.protocol.errors import ProtocolError
 from decant.protocol.messages import (
     Cancel,
     Drain,
+    FlushCache,
     Heartbeat,
     Hello,
     KVRelease,
@@ -60,6 +61,7 @@ class PrefillService:
                 engine.max_context,
                 engine.vocab_size,
                 config.prefill.chunk_tokens,
+                cache_pages=config.prefill.cache_pages,
             ),
             pools[0].epoch,
             config.prefill.prefix_cache,
@@ -95,6 +97,7 @@ class PrefillService:
         )
         self._to_router = Outbox(self.link.send)
         self._router = ""
+        self._is_useless, self._num_corrupt = False, 0  # as last told
         self._registry = metrics.registry("prefill", instance)
         self._metrics = PrefillMetrics(self._registry)
         PageGauge(self._registry, self.scheduler.books.pages.counts, lambda: engine.num_pages)
@@ -162,6 +165,19 @@ class PrefillService:
                 ("published", self._metrics.published),
             ):
                 gauge.set(self.scheduler.count(state))
+            self._watch_cache()
+
+    def _watch_cache(self) -> None:
+        cache = self.scheduler.cache
+        if cache is None:
+            return
+        if cache.is_useless and not self._is_useless:
+            log.warning("prompts repeat prefixes, but the prefix cache finds none of them")
+        if cache.num_corrupt > self._num_corrupt:
+            log.error("cached pages changed", times=cache.num_corrupt - self._num_corrupt)
+            self._metrics.corrupt.inc(cache.num_corrupt - self._num_corrupt)
+        self._is_useless, self._num_corrupt = cache.is_useless, cache.num_corrupt
+        self._metrics.useless.set(self._is_useless)
 
     def _flush(self) -> None:
         """Send what the scheduler decided, and wake the stepping task."""
@@ -206,6 +222,8 @@ class PrefillService:
             failpoints.hit("prefill.after_queued")
         elif isinstance(body, Cancel):
             self.scheduler.cancel(body)
+        elif isinstance(body, FlushCache):
+            log.info("prefix cache flushed", entries=self.scheduler.flush())
         elif isinstance(body, Drain):
             self._drain_s = body.timeout_s
             stop().set()

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 from decant.protocol import messages as m
 from decant.protocol.errors import ContextTooLong, DeadlineExceeded, QueueFull
+from decant.services.affinity import digests
 from decant.services.debts import Debts
 from decant.services.decisions import (
     Count,
@@ -103,6 +104,7 @@ class Record:
         self._resume_at_s = 0.0
         self._decoding_s = 0.0  # since when all unfinished lanes decode; 0: they do not
         self._debts = Debts()
+        self._prefixes: list[bytes] | None = None
         self._is_closed_told = False
         self._is_cleared = False
         self._end_reason = ""
@@ -129,6 +131,13 @@ class Record:
         """Whose cached prefixes it may share: those of its key and of the salt that it names."""
         given = self.generate
         return f"{given.tenant}\x1f{given.cache_salt}" if given.tenant else given.cache_salt
+
+    @property
+    def prefixes(self) -> list[bytes]:
+        """Digests of the prompt's prefixes, for placement; computed once."""
+        if self._prefixes is None:
+            self._prefixes = digests(self.prompt, self.salt)
+        return self._prefixes
 
     @property
     def is_canary(self) -> bool:

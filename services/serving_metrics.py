@@ -174,6 +174,16 @@ class PrefillMetrics:
         self.hits = Counter(
             "decant_prefix_cache_hits", "Prompt tokens found there", registry=registry
         )
+        self.useless = Gauge(
+            "decant_prefix_cache_useless",
+            "1: prompts repeat prefixes and none was found in the last lookups",
+            registry=registry,
+        )
+        self.corrupt = Counter(
+            "decant_prefix_cache_corrupt",
+            "Cached prefixes whose checksum had changed",
+            registry=registry,
+        )
         self.waiting = Gauge("decant_prefill_waiting", "Lanes waiting", registry=registry)
         self.running = Gauge("decant_prefill_running", "Lanes under way", registry=registry)
         self.published = Gauge(
@@ -237,6 +247,11 @@ class DecodeMetrics:
         )
         self.draft_timeouts = counter("draft_timeouts", "Steps that went on without drafts")
         self.planned_drafts = gauge("draft_tokens_planned", "k of the last step")
+        self.cache = (
+            counter("page_cache_hits", "Full pages of hand-offs that were here"),
+            counter("page_cache_misses", "Full pages of hand-offs that had to travel"),
+            counter("page_cache_corrupt", "Cached pages whose checksum had changed"),
+        )
         self.handoff_bytes = counter("handoff_bytes", "KV bytes pulled", ("transport",))
         self.handoff = Histogram(
             "decant_handoff_seconds",

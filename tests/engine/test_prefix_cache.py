@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 from array import array
 
+import numpy as np
 import pytest
 from cluster import Cluster, Job
 from fake_engine import reference_tokens
 
 from decant.engine.kv_pages import Books
-from decant.engine.prefix_cache import CUT_FROM, MIN_TOKENS, PrefixCache
+from decant.engine.prefix_cache import CUT_FROM, MIN_TOKENS, WINDOW_REPEATS, PrefixCache
 from decant.protocol.messages import Sampling
 
 
@@ -158,3 +159,73 @@ def test_without_cache_nothing_is_kept() -> None:
     assert run(c, "b", ids(1, 300)).num_cached == 0
     c.settle()
     c.close()
+
+
+@pytest.mark.parametrize("what", ["page", "open page", "slot"])
+@pytest.mark.parametrize("more", [0, 70])
+def test_what_changed_in_the_cache_is_noticed_and_not_used(what: str, more: int) -> None:
+    """One flipped bit: the lane begins again without the entry; nobody sees it, nothing leaks."""
+    c = Cluster()
+    prompt = ids(1, 450)
+    run(c, "a", prompt)
+    cache = c.prefill.cache
+    assert cache is not None
+    entry = cache.lookup(cache.digests(array("i", prompt), ""), array("i", prompt))
+    assert entry is not None and entry.num_tokens == 450
+    pool = c.fake_prefill.pool
+    if what == "slot":
+        pool.slots[entry.slot]["ring"][440 % 160] ^= np.uint64(1)
+    else:
+        pool.pages[entry.pages[1 if what == "page" else 3], 5] ^= 1
+    assert run(c, "b", prompt + ids(2, more)).num_cached < 450
+    assert cache.num_corrupt == 1 and c.jobs["b"].num_resumes == 0
+    assert run(c, "c", prompt + ids(2, more)).num_cached == 450 + more
+    assert cache.num_corrupt == 1
+    c.settle()
+    c.close()
+
+
+def test_flush_forgets_but_does_not_touch_what_is_held() -> None:
+    c = Cluster()
+    run(c, "a", ids(1, 300))
+    job = c.submit(Job("b", ids(1, 300) + ids(2, 500), Sampling(max_tokens=5)))
+    while not (c.prefill.lanes and next(iter(c.prefill.lanes.values())).pages):
+        c.step()
+    assert c.prefill.flush() > 0
+    c.run()
+    assert job.num_cached == 300
+    assert job.outputs[0] == reference_tokens(job.prompt, job.sampling)
+    c.prefill.flush()
+    assert c.prefill.stats()["pages_cached"] == 0
+    assert run(c, "c", ids(1, 300)).num_cached == 0
+    c.settle()
+    c.close()
+
+
+def test_a_budget_bounds_what_is_kept() -> None:
+    c = Cluster(cache_pages=5)
+    for i in range(4):
+        run(c, f"r{i}", ids(i, 300))
+        assert c.prefill.stats()["pages_cached"] <= 5
+        assert c.decode.stats()["pages_cached"] <= 5
+    assert run(c, "again", ids(3, 300)).num_cached == 300
+    c.settle()
+    c.close()
+
+
+def test_a_cache_that_never_hits_though_prefixes_repeat_says_so() -> None:
+    def look(hit: int) -> None:
+        some = array("i", ids(1, 300))
+        cache.points(cache.digests(some, ""), 300, hit, 256)
+
+    cache = PrefixCache(Books(1, 1), 256, "m", "l")
+    for i in range(40):
+        some = array("i", ids(100 + i, 300))
+        cache.points(cache.digests(some, ""), 300, 0, 256)
+    assert not cache.is_useless  # nothing repeats
+    for _ in range(WINDOW_REPEATS + 1):
+        assert not cache.is_useless
+        look(0)
+    assert cache.is_useless
+    look(300)
+    assert not cache.is_useless

@@ -11,7 +11,7 @@ import pytest
 from fake_engine import reference_tokens
 from scripted_router import Job, ScriptedRouter
 
-from decant.protocol.messages import Cancel, Drain, Peers, Sampling
+from decant.protocol.messages import Cancel, Drain, FlushCache, Peers, Sampling
 
 ALL = ("prefill-0", "decode-0", "draft-0")
 
@@ -58,6 +58,11 @@ async def test_streams_are_exact_and_everything_is_freed(tmp_path: Path) -> None
             await router.until(lambda job=job: job.num_cached >= 0, "Prefilled")  # type: ignore[misc]
             assert job.num_cached == num_cached
             check(job)
+        beats = router.beats
+        assert all(beats[i].stats["pages_cached"] > 0 for i in ("prefill-0", "decode-0"))
+        for instance in ("prefill-0", "decode-0"):
+            await router.send(instance, FlushCache())
+            await router.until(lambda i=instance: not beats[i].stats["pages_cached"], "flush")  # type: ignore[misc]
         await router.replay(jobs[0], 0, 0)
         before = sum(router.num_tokens_messages.values())
         await router.until(lambda: sum(router.num_tokens_messages.values()) > before, "a replay")

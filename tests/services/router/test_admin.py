@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 
+from decant.protocol import messages as m
 from decant.services import admin, router_state
 
 World = Any  # the fixture's class lives in conftest.py
@@ -64,5 +66,20 @@ async def test_state_metrics_and_drain(world: World) -> None:
     await world.until(lambda: world.client.is_ready)
     stream.cancel()
     await world.assert_clean()
+    page.cancel()
+    await asyncio.gather(page, return_exceptions=True)
+
+
+async def test_flush_cache_reaches_all_workers(world: World) -> None:
+    await world.start()
+    path = world.config.metrics_path("router")
+    page = asyncio.create_task(admin.serve(world.router.dispatcher, world.router.metrics, path))
+    await world.until(lambda: Path(path).exists())
+    status, text = await call(world, "POST", "/flush_cache")
+    assert status == 200
+    assert json.loads(text) == {"flushed": ["prefill-0", "decode-0"]}
+    for instance in ("prefill-0", "decode-0"):
+        worker = world.find(instance)
+        await world.until(lambda w=worker: m.FlushCache() in w.received)
     page.cancel()
     await asyncio.gather(page, return_exceptions=True)
