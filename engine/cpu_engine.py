@@ -12,12 +12,13 @@ import numpy as np
 import torch
 
 from decant.engine.group import unlock
-from decant.engine.interface import F32, PrefillChunk, SlotRows, StepPlan, StepResult
+from decant.engine.interface import F32, PrefillChunk, StepPlan, StepResult
 from decant.engine.kv_layout import KVLayout
+from decant.engine.plan_check import PlanLimits
 from decant.engine.pool import Pool
 from decant.engine.reference.model import Model
 from decant.engine.reference.rows import RowPlanner
-from decant.protocol.errors import HandoffError, KVPageError
+from decant.protocol.errors import HandoffError
 from decant.protocol.messages import PoolHandle
 
 
@@ -83,6 +84,10 @@ class CpuEngine:
             heads = len(model.trunk[0].attn.sink)
         self.planner = RowPlanner(layout, heads)
         self.mtp_planner = RowPlanner(layout, heads, mtp=True) if model.mtp else None
+        self.limits = PlanLimits(
+            self.num_pages, self.num_slots, self.page_tokens, max_context, max_drafts,
+            self.vocab_size,
+        )  # fmt: skip
         self._peers = PeerPools(layout, pool.handle.rank)
         stride = layout.slot_stride // (shape.hc_mult * shape.hidden_size)
         self._streams_stride = stride
@@ -97,7 +102,7 @@ class CpuEngine:
     def step(self, plan: StepPlan) -> StepResult:
         """See interface.Engine. Decode rows and chunk go through the model as one batch."""
         began = time.monotonic_ns()
-        self._check(plan)
+        self.limits.check(plan)
         shape = self.model.shape
         if not plan.decode and plan.chunk is None:
             empty = np.zeros((0, shape.hc_mult, shape.hidden_size), np.float32)
@@ -160,7 +165,7 @@ class CpuEngine:
 
     def last_streams(self, slots: Sequence[int]) -> F32:
         for slot in slots:
-            self._check_slot(slot)
+            self.limits.check_slot(slot)
         shape = self.model.shape
         rows = np.asarray(slots, np.int64) * self._streams_stride
         matrix = self.pool.rows("streams").numpy()
@@ -222,39 +227,3 @@ class CpuEngine:
         self.pool.close()
         unlock(self.lock)
         self.lock = -1
-
-    # -- checks ------------------------------------------------------------------------------------
-
-    def _check_slot(self, slot: int) -> None:
-        if not 0 <= slot < self.num_slots:
-            raise KVPageError(f"slot {slot} is not one of {self.num_slots}")
-
-    def _check(self, plan: StepPlan) -> None:
-        """The plan stays inside the pool. Raises: KVPageError."""
-        slots = set()
-        work: list[SlotRows | PrefillChunk] = [*plan.decode]
-        for s in plan.decode:
-            if not 1 <= len(s.token_ids) <= 1 + self.max_drafts:
-                raise KVPageError(f"slot {s.slot}: {len(s.token_ids)} rows in one step")
-        if plan.chunk is not None:
-            work.append(plan.chunk)
-        for item in work:
-            self._check_item(item)
-            if item.slot in slots:
-                raise KVPageError(f"slot {item.slot} is twice in one step")
-            slots.add(item.slot)
-
-    def _check_item(self, s: SlotRows | PrefillChunk) -> None:
-        self._check_slot(s.slot)
-        count = len(s.token_ids)
-        end = s.start + count
-        if s.start < 0 or count == 0 or end > self.max_context:
-            raise KVPageError(f"slot {s.slot}: positions {s.start} .. {end - 1} are outside")
-        if len(s.block_table) * self.page_tokens < end:
-            raise KVPageError(f"slot {s.slot}: position {end - 1} has no page")
-        for page in s.block_table:
-            if not 0 <= page < self.num_pages:
-                raise KVPageError(f"page {page} is not one of {self.num_pages}")
-        ids = np.asarray(s.token_ids)
-        if ids.min() < 0 or ids.max() >= self.vocab_size:
-            raise KVPageError(f"slot {s.slot}: a token id is outside the vocabulary")

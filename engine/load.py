@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from decant.engine.model_shape import ModelShape
 from decant.protocol.config import Config
-from decant.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
     from decant.engine.interface import DraftEngine, Engine
@@ -74,8 +73,10 @@ def load_engine(config: Config, role: str) -> Engine:
     start: with several ranks it forks.
 
     Raises: ConfigError, CheckpointError."""
-    if config.device != "cpu":
-        raise ConfigError(f"there is no engine for device {config.device!r}")
+    if config.device == "cuda":
+        from decant.engine.gpu import start
+
+        return start.start_engine(config, role)
     from decant.engine.parallel import start_engine
 
     return start_engine(config, role)
@@ -85,8 +86,10 @@ def load_draft(config: Config) -> DraftEngine:
     """The MTP layer. Call it from the main thread, before other threads start.
 
     Raises: ConfigError, CheckpointError."""
-    if config.device != "cpu":
-        raise ConfigError(f"there is no draft engine for device {config.device!r}")
+    if config.device == "cuda":
+        from decant.engine.gpu import start
+
+        return start.start_draft(config)
     from decant.engine.parallel import start_draft
 
     return start_draft(config)

@@ -1,0 +1,493 @@
+"""Which code runs each operation of a step: a kernel where one fits the shape, plain torch
+elsewhere. In comparing mode both run and the error of the kernel is kept (``probe.py``).
+
+Nothing here knows of layers, plans or sequences. Kernels are launched on the current stream, with
+configurations that depend on shapes alone, so any sequence of calls can be captured.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from decant.engine.gpu import plain
+from decant.engine.gpu import weights as w
+from decant.engine.model_shape import ModelShape
+from decant.kernels import (
+    compressor,
+    fp4_moe,
+    fp8_linear,
+    gate,
+    indexer,
+    kv_store,
+    mhc,
+    sparse_mla_decode,
+)
+from decant.kernels import wo_a as output_projection
+from decant.kernels.config import architecture
+from decant.kernels.layout import Part
+
+ALL = ("mhc", "linear", "store", "compress", "index", "attention", "wo_a", "gate", "moe")
+DECODE_ROWS = 64  # above, a linear runs unsplit and needs no scratch
+MAX_LIST_PAIRS = 512  # above, the work list is made by sorting
+
+
+@dataclass
+class Rows:
+    """Rows of one launch as the operations see them. Device tensors, int32.
+
+    tables: [slots, pages]. ring_of_row and rings: where this launch's window keys lie: the slots
+    themselves, or a chunk's buffer. emit: rows that may complete a window (None: any may). most:
+    entries of ratio 4 that any row can see. ring_tables: tables by the row's ring number."""
+
+    tokens: Tensor
+    positions: Tensor
+    slots: Tensor
+    tables: Tensor
+    per_sequence: int
+    most: int
+    ring_of_row: Tensor
+    rings: Tensor
+    ring_tables: Tensor
+    emit: dict[int, Tensor] | None = None
+    valid_from: Tensor | None = None
+
+
+@dataclass
+class Compared:
+    """Largest relative error of a kernel against plain torch, and its failures."""
+
+    worst: float = 0.0
+    calls: int = 0
+    failure: str = ""
+
+
+@dataclass
+class Ops:
+    """Attributes: enabled: operations whose kernel may run; comparing: run both."""
+
+    shape: ModelShape
+    device: torch.device
+    enabled: set[str]
+    comparing: bool = False
+    compared: dict[str, Compared] = field(default_factory=dict)
+    _scratch: dict[tuple[Any, ...], Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.arch = architecture(self.device) if self.device.type == "cuda" else "sm_90"
+        self.enabled &= set(fitting(self.shape))
+
+    @classmethod
+    def create(cls, shape: ModelShape, device: torch.device, names: set[str] | None = None) -> Ops:
+        """names: kernels that may run; None: all on a GPU, and under Triton's interpreter."""
+        if names is None:
+            has_kernels = device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+            names = set(ALL) if has_kernels else set()
+        return cls(shape, device, set(names))
+
+    # -- dispatch ----------------------------------------------------------------------------------
+
+    def _pick(
+        self, name: str, fits: bool, kernel: Callable[[], Any], torch_path: Callable[[], Any]
+    ) -> Any:
+        """Run one or both. A result is a tensor or a tuple of tensors."""
+        if name not in self.enabled or not fits:
+            return torch_path()
+        if not self.comparing:
+            return kernel()
+        wanted = torch_path()
+        note = self.compared.setdefault(name, Compared())
+        note.calls += 1
+        try:
+            got = kernel()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+        except Exception as error:
+            note.failure = f"{type(error).__name__}: {error}"[:300]
+            self.enabled.discard(name)
+            return wanted
+        one = (got,) if isinstance(got, Tensor) else got
+        two = (wanted,) if isinstance(wanted, Tensor) else wanted
+        for a, b in zip(one, two, strict=True):
+            if a is None or b is None:
+                continue
+            note.worst = max(note.worst, relative_error(a, b))
+        return wanted
+
+    def _kept(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+        if key not in self._scratch:
+            self._scratch[key] = make()
+        return self._scratch[key]
+
+    def _split_scratch(self, rows: int, num: int) -> Any:
+        if rows > DECODE_ROWS:
+            return None
+        return self._kept(
+            ("linear", rows, num), lambda: fp8_linear.workspace(num, rows, self.device)
+        )
+
+    # -- operations --------------------------------------------------------------------------------
+
+    def boundary(
+        self,
+        x: Tensor,
+        y: Tensor | None,
+        post: Tensor,
+        comb: Tensor,
+        site: w.Site,
+        norm: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Streams, normalised input of the next site (bf16), its post and comb."""
+        rounds = self.shape.hc_sinkhorn_iters
+
+        def kernel() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+            rows, _, width = x.shape
+            partial = self._kept(("mhc", rows), lambda: mhc.workspace(rows, self.arch, self.device))
+            new_post, new_comb = post.clone(), comb.clone()
+            streams = x if y is None else torch.empty_like(x)
+            out = torch.empty(rows, width, dtype=torch.bfloat16, device=x.device)
+            mhc.mhc_boundary(
+                x, y, new_post, new_comb, site.fn, site.base, site.scale, norm, streams, partial,
+                out, self.arch,
+            )  # fmt: skip
+            return streams, out, new_post, new_comb
+
+        fits = rounds == mhc.ROUNDS
+        result: tuple[Tensor, Tensor, Tensor, Tensor] = self._pick(
+            "mhc", fits, kernel, lambda: plain.boundary(x, y, post, comb, site, norm, rounds)
+        )
+        return result
+
+    def linear(self, x: Tensor, weight: w.Linear, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        def kernel() -> Tensor:
+            assert weight.codes is not None and weight.scale is not None
+            out = torch.empty(len(x), weight.num_rows, dtype=dtype, device=x.device)
+            scratch = self._split_scratch(len(x), weight.num_rows)
+            return fp8_linear.fp8_linear(x, weight.codes, weight.scale, scratch, out, self.arch)
+
+        fits = weight.codes is not None
+        out: Tensor = self._pick("linear", fits, kernel, lambda: plain.linear(x, weight, dtype))
+        return out
+
+    def store(
+        self,
+        q: Tensor,
+        k: Tensor,
+        k_norm: Tensor,
+        rope: Tensor,
+        rows: Rows,
+        window: Part,
+    ) -> Tensor:
+        """Window keys into the rings; returns q normalised and rotated."""
+
+        def kernel() -> Tensor:
+            out = q.clone() if self.comparing else q
+            kv_store.norm_rope_store(
+                out, k, k_norm, rope, rows.ring_of_row, rows.positions, rows.rings,
+                rows.rings.shape[1], window,
+            )  # fmt: skip
+            return out
+
+        def torch_path() -> Tensor:
+            return plain.norm_rope_store(
+                q, k, k_norm, rope, rows.ring_of_row, rows.positions, rows.rings, window
+            )
+
+        def read() -> Tensor:
+            row = rows.positions.clamp(min=0).long() % window.rows
+            keys = plain.keys_at(rows.rings, window, rows.ring_of_row.long(), row)
+            return keys[rows.positions >= 0]
+
+        out: Tensor = self._effect("store", True, kernel, torch_path, read, [rows.rings])
+        return out
+
+    def _effect(
+        self,
+        name: str,
+        fits: bool,
+        kernel: Callable[[], Any],
+        torch_path: Callable[[], Any],
+        read: Callable[[], Tensor],
+        touched: list[Tensor],
+    ) -> Any:
+        """As ``_pick`` for an operation that writes to ``touched``: what it wrote is read back and
+        compared, and what plain torch wrote stays."""
+        if not self.comparing:
+            return self._pick(name, fits, kernel, torch_path)
+        before = [t.clone() for t in touched]
+
+        def both(run: Callable[[], Any]) -> tuple[Tensor, ...]:
+            for t, old in zip(touched, before, strict=True):
+                t.copy_(old)
+            result = run()
+            written = read()
+            return (written,) if result is None else (written, result)
+
+        after: list[Tensor] = []
+
+        def reference() -> tuple[Tensor, ...]:
+            got = both(torch_path)
+            after.extend(t.clone() for t in touched)
+            return got
+
+        got = self._pick(name, fits, lambda: both(kernel), reference)
+        for t, new in zip(touched, after, strict=True):
+            t.copy_(new)
+        return got[1] if len(got) > 1 else None
+
+    def compress(
+        self,
+        projected: Tensor,
+        comp: w.Compressor,
+        rope: Tensor,
+        rows: Rows,
+        slots: Tensor,
+        state: Part,
+        pages: Tensor,
+        part: Part,
+        hadamard: Tensor,
+    ) -> None:
+        def kernel() -> None:
+            compressor.compress(
+                projected, comp.ape, comp.norm, rope, slots, slots.shape[1], state, pages,
+                pages.shape[1], part, rows.slots, rows.positions, rows.tables, comp.ratio,
+                rows.per_sequence,
+            )  # fmt: skip
+
+        def torch_path() -> None:
+            emit = None if rows.emit is None else rows.emit[comp.ratio]
+            plain.compress(
+                projected, comp, rope, slots, state, pages, part, rows.slots, rows.positions,
+                rows.tables, hadamard, emit,
+            )  # fmt: skip
+
+        def read() -> Tensor:
+            live = rows.positions.clamp(min=0).long()
+            closed = (rows.positions + 1) % comp.ratio == 0
+            live, owner = live[closed], rows.slots.long()[closed]
+            entry = live // comp.ratio
+            page = rows.tables[owner, entry // part.rows]
+            if part.scale_bytes == 8:
+                return plain.keys_at(pages, part, page, entry % part.rows)
+            data, scale = plain.gather(pages, part, page, entry % part.rows)
+            return data.view(torch.float8_e4m3fn).float() * scale.view(torch.float32)
+
+        self._effect("compress", True, kernel, torch_path, read, [slots, pages])
+
+    def select(
+        self,
+        psi: Tensor,
+        omega: Tensor,
+        rows: Rows,
+        pages: Tensor,
+        part: Part,
+        hadamard: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Entries of each row, int32 [R, top k] ascending, and their number."""
+
+        def torch_path() -> tuple[Tensor, Tensor]:
+            return plain.select(
+                psi, omega, pages, part, rows.slots, rows.positions, rows.tables, hadamard,
+                self.shape.index_topk, rows.most,
+            )  # fmt: skip
+
+        def kernel() -> tuple[Tensor, Tensor]:
+            num, heads, width = psi.shape
+            device = psi.device
+            plan = self._kept(("plan", num), lambda: indexer.new_plan(num, self.arch, device))
+            indexer.fill_plan(rows.positions, plan)
+            codes = torch.empty(num, heads, width, dtype=torch.float8_e4m3fn, device=device)
+            weights = torch.empty(num, heads, device=device)
+            indexer.index_queries(psi, omega, codes, weights)
+            room = -(-rows.most // plan.tile) * plan.tile * num
+            logits = torch.empty(max(1, room), device=device)
+            indexer.index_logits(
+                codes, weights, pages, pages.shape[1], part, rows.tables, rows.slots, plan, logits,
+                self.arch,
+            )  # fmt: skip
+            chunks = max(1, -(-rows.most // plan.chunk) * num)
+            value = torch.empty(chunks, indexer.TOP_K, device=device)
+            entry = torch.empty(chunks, indexer.TOP_K, dtype=torch.int32, device=device)
+            selected = torch.empty(num, indexer.TOP_K, dtype=torch.int32, device=device)
+            count = torch.empty(num, dtype=torch.int32, device=device)
+            indexer.index_select(logits, plan, value, entry, selected, count, self.arch)
+            return selected, count
+
+        if self.comparing and "index" in self.enabled:
+            return self._compare_selection(kernel, torch_path)
+        result: tuple[Tensor, Tensor] = self._pick("index", True, kernel, torch_path)
+        return result
+
+    def _compare_selection(
+        self, kernel: Callable[[], Any], torch_path: Callable[[], Any]
+    ) -> tuple[Tensor, Tensor]:
+        """The error is the share of entries chosen by one path alone (near ties may differ)."""
+        kept: list[Tensor] = []
+
+        def share(run: Callable[[], Any]) -> Tensor:
+            selected, count = run()
+            place = torch.arange(selected.shape[1], device=selected.device)
+            live = place < count[:, None]
+            last = max(1, int(selected.max()) + 1)
+            chosen = torch.zeros(len(selected), last + 1, device=selected.device)
+            chosen.scatter_(1, torch.where(live, selected, last).long(), 1.0)
+            kept.extend((selected, count, chosen[:, :last]))
+            return torch.zeros(1)
+
+        share(torch_path)
+        note = self.compared.setdefault("index", Compared())
+        note.calls += 1
+        try:
+            share(kernel)
+            a, b = kept[2], kept[5]
+            wide = max(a.shape[1], b.shape[1])
+            pad = torch.nn.functional.pad
+            a, b = pad(a, (0, wide - a.shape[1])), pad(b, (0, wide - b.shape[1]))
+            note.worst = max(note.worst, float((a != b).sum() / (2 * b.sum().clamp(min=1))))
+        except Exception as error:
+            note.failure = f"{type(error).__name__}: {error}"[:300]
+            self.enabled.discard("index")
+        return kept[0], kept[1]
+
+    def attend(
+        self,
+        q: Tensor,
+        rows: Rows,
+        window: Part,
+        pages: Tensor,
+        part: Part | None,
+        sink: Tensor,
+        ratio: int,
+        chosen: tuple[Tensor, Tensor] | None,
+    ) -> Tensor:
+        """q [R, H, 512] -> bf16 of the same shape."""
+        selected, count = chosen or (None, None)
+
+        def kernel() -> Tensor:
+            num, heads, _ = q.shape
+            kind = sparse_mla_decode.WINDOW_ONLY
+            if part is not None:
+                kind = sparse_mla_decode.ALL if chosen is None else sparse_mla_decode.SELECTED
+            scratch = self._kept(
+                ("attention", num, heads, kind),
+                lambda: sparse_mla_decode.workspace(num, heads, kind, self.arch, self.device),
+            )
+            return sparse_mla_decode.sparse_mla_decode(
+                q.contiguous(), rows.rings, rows.rings.shape[1], window, pages, pages.shape[1],
+                part, rows.ring_of_row, rows.positions, rows.ring_tables, sink, scratch,
+                torch.empty(q.shape, dtype=torch.bfloat16, device=q.device), self.arch, ratio,
+                selected, count,
+            )  # fmt: skip
+
+        def torch_path() -> Tensor:
+            return plain.attend(
+                q, rows.rings, window, pages, part, rows.ring_of_row, rows.positions,
+                rows.ring_tables, sink, ratio, selected, count, rows.most * 4 // max(ratio, 4),
+                rows.valid_from,
+            )  # fmt: skip
+
+        out: Tensor = self._pick("attention", rows.valid_from is None, kernel, torch_path)
+        return out
+
+    def wo_a(self, o: Tensor, rope: Tensor, attn: w.Attention) -> Tensor:
+        def kernel() -> Tensor:
+            weight = attn.wo_a
+            assert weight.codes is not None and weight.scale is not None
+            out = torch.empty(len(o), weight.num_rows, dtype=torch.bfloat16, device=o.device)
+            scratch = self._split_scratch(len(o), weight.num_rows)
+            return output_projection.wo_a(
+                o, rope, weight.codes, weight.scale, scratch, out, self.arch
+            )
+
+        fits = attn.wo_a.codes is not None
+        out: Tensor = self._pick(
+            "wo_a", fits, kernel, lambda: plain.wo_a(o, rope, attn.wo_a, attn.groups)
+        )
+        return out
+
+    def route(self, x: Tensor, ffn: w.Experts, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Experts int32 [R, k] and weights float32 [R, k]."""
+        shape = self.shape
+        top_k = shape.num_experts_per_tok
+
+        def kernel() -> tuple[Tensor, Tensor]:
+            num = shape.n_routed_experts
+            partial = torch.empty(gate.SPLIT_K, len(x), num, device=x.device)
+            experts = torch.empty(len(x), top_k, dtype=torch.int32, device=x.device)
+            weights = torch.empty(len(x), top_k, device=x.device)
+            hashed = ffn.table is not None
+            gate.route(
+                x, ffn.gate, partial, experts, weights, None, ffn.bias, ffn.table,
+                tokens if hashed else None,
+            )  # fmt: skip
+            return experts, weights
+
+        scale = shape.routed_scaling_factor
+        result: tuple[Tensor, Tensor] = self._pick(
+            "gate", True, kernel, lambda: plain.route(x, ffn, tokens, top_k, scale)
+        )
+        return result
+
+    def experts(
+        self, x: Tensor, ffn: w.Experts, chosen: Tensor, weights: Tensor, shared: Tensor
+    ) -> Tensor:
+        """Routed experts plus the shared one's output: float32 [R, hidden]."""
+        shape = self.shape
+
+        def kernel() -> Tensor:
+            num_pairs, num = chosen.numel(), shape.n_routed_experts
+            block = fp4_moe.block_tokens(num_pairs, self.arch)
+            if num_pairs <= MAX_LIST_PAIRS and self.device.type == "cuda":
+                tiles = gate.new_tile_list(num_pairs, num, block, x.device)
+                gate.tile_list(chosen, tiles, num)
+            else:
+                tiles = plain.tile_list(chosen, num, block)
+            inner = ffn.w2.shape[2]
+            return fp4_moe.fp4_moe(
+                x.half(), ffn.w13, ffn.w2, weights, tiles,
+                torch.empty(num_pairs, inner, dtype=torch.float16, device=x.device),
+                torch.empty(num_pairs, x.shape[1], device=x.device),
+                torch.empty(x.shape, device=x.device), self.arch, shared,
+            )  # fmt: skip
+
+        def torch_path() -> Tensor:
+            return plain.experts(x, ffn, chosen, weights, shape.swiglu_limit) + shared
+
+        out: Tensor = self._pick("moe", True, kernel, torch_path)
+        return out
+
+
+def fitting(shape: ModelShape) -> list[str]:
+    """Operations whose kernel takes this model's shapes."""
+    per_group = shape.num_attention_heads // shape.o_groups
+    num = shape.n_routed_experts
+    power = num & (num - 1) == 0
+    rules = {
+        "mhc": shape.hidden_size % 256 == 0 and shape.hc_sinkhorn_iters == mhc.ROUNDS,
+        "linear": True,
+        "store": True,
+        "compress": True,
+        "index": shape.index_n_heads == indexer.HEADS and shape.index_topk == indexer.TOP_K,
+        "attention": True,
+        "wo_a": per_group == output_projection.GROUP_HEADS and shape.o_lora_rank % 128 == 0,
+        "gate": power and num >= 16 and shape.routed_scaling_factor == gate.ROUTED_SCALE,
+        "moe": shape.swiglu_limit == fp4_moe.SWIGLU_LIMIT
+        and power
+        and shape.moe_intermediate_size % 128 == 0,
+    }
+    return [name for name, fits in rules.items() if fits]
+
+
+def relative_error(a: Tensor, b: Tensor) -> float:
+    """Norm of the difference over the norm of b; infinite if a has values that are not finite."""
+    if not a.numel():
+        return 0.0
+    x, y = a.double(), b.double()
+    if not bool(torch.isfinite(x).all()):
+        return float("inf")
+    return float((x - y).norm() / y.norm().clamp(min=1e-12))
