@@ -74,6 +74,10 @@ def load_engine(config: Config, role: str) -> Engine:
 
     Raises: ConfigError, CheckpointError."""
     if config.device == "cuda":
+        from decant.engine.gpu.device import choose_device
+
+        room = config.prefill if role == "prefill" else config.decode
+        choose_device(config, room.devices)  # without a GPU nothing else needs to be loaded
         from decant.engine.gpu import start
 
         return start.start_engine(config, role)
@@ -87,6 +91,9 @@ def load_draft(config: Config) -> DraftEngine:
 
     Raises: ConfigError, CheckpointError."""
     if config.device == "cuda":
+        from decant.engine.gpu.device import choose_device
+
+        choose_device(config, config.draft.devices)
         from decant.engine.gpu import start
 
         return start.start_draft(config)

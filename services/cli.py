@@ -37,6 +37,7 @@ COMMANDS = {  # name -> module, one line
     "eval": ("eval", "ask held-out prompts of the demo's skills and count right answers"),
     "verify-chat": ("verify_chat", "compare the chat encoding with a file of examples"),
     "encode": ("encode", "print the prompt, and its ids, of a chat request in a file"),
+    "make-checkpoint": ("make_checkpoint", "write random weights in the published format"),
     "wire": ("wire", "print captured frames between processes, without our schemas"),
 }
 

@@ -268,7 +268,7 @@ class Ops:
 
         def read() -> Tensor:
             live = rows.positions.clamp(min=0).long()
-            closed = (rows.positions + 1) % comp.ratio == 0
+            closed = (rows.positions >= 0) & ((rows.positions + 1) % comp.ratio == 0)
             live, owner = live[closed], rows.slots.long()[closed]
             entry = live // comp.ratio
             page = rows.tables[owner, entry // part.rows]

@@ -15,7 +15,7 @@ from decant.engine.gpu import weights as w
 from decant.engine.reference import ops
 from decant.kernels.fp4_moe import TileList
 from decant.kernels.gate import new_tile_list
-from decant.kernels.layout import DATA_BYTES, WINDOW, Part
+from decant.kernels.layout import DATA_BYTES, KEY_CHANNELS, WINDOW, Part
 from decant.kernels.rows import dequantise_keys_ref, quantise_keys_ref
 
 EPS = 1e-6
@@ -127,7 +127,8 @@ def put(
 def keys_at(extents: Tensor, part: Part, owner: Tensor, row: Tensor) -> Tensor:
     """float32 [..., 512]."""
     owner = owner.expand(row.shape)
-    return dequantise_keys_ref(*gather(extents, part, owner, row)).view(*row.shape, -1)
+    keys = dequantise_keys_ref(*gather(extents, part, owner, row))
+    return keys.view(*row.shape, KEY_CHANNELS)
 
 
 def _state_units(extents: Tensor, part: Part, owner: Tensor, row: Tensor) -> Tensor:

@@ -163,16 +163,19 @@ class Runner:
     def static_rows(self, num: int, size: int) -> Rows:
         """Buffers of a bucket; all rows are padding until they are filled."""
         count = num * size
-        ints = torch.zeros(3, count, dtype=torch.int32, device=self.device)
-        ints[1] = -1
+
+        def ints(value: int) -> Tensor:
+            return torch.full((count,), value, dtype=torch.int32, device=self.device)
+
+        slots = ints(0)
         return Rows(
-            tokens=ints[0],
-            positions=ints[1],
-            slots=ints[2],
+            tokens=ints(0),
+            positions=ints(-1),
+            slots=slots,
             tables=self.tables,
             per_sequence=size,
             most=self.width * self.pool.layout.page_tokens // 4,
-            ring_of_row=ints[2],
+            ring_of_row=slots,
             rings=self.pool.slots,
             ring_tables=self.tables,
         )
@@ -230,6 +233,10 @@ class Runner:
                 i + 1, len(wanted), num, size, time.monotonic() - began,
             )  # fmt: skip
         return len(wanted)
+
+    def replay_of(self, num: int, size: int) -> Callable[[], None]:
+        """The captured step of a bucket on what its buffers hold, for measuring."""
+        return self._graphs[num, size].replay
 
     def drop_graphs(self) -> None:
         self._graphs.clear()

@@ -9,6 +9,7 @@ import torch
 
 from decant.engine import group as processes
 from decant.engine.checkpoint import Checkpoint
+from decant.engine.gpu.device import choose_device
 from decant.engine.gpu.draft import GpuDraftEngine
 from decant.engine.gpu.engine import GpuEngine
 from decant.engine.gpu.layout import GpuLayout, check_shape
@@ -24,27 +25,6 @@ from decant.protocol.errors import CheckpointError, ConfigError
 log = logging.getLogger("decant.engine.gpu")
 
 
-def choose_device(config: Config, devices: str) -> torch.device:
-    """The GPU of a rank; the CPU where the configuration says so (the engine's twin for tests).
-
-    Raises: ConfigError without a GPU that has kernels."""
-    if config.device == "cpu":
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise ConfigError("device = cuda, but this machine has no CUDA GPU: use device = cpu")
-    number = int(devices.split(",")[0]) if devices else 0
-    # Under supervision CUDA_VISIBLE_DEVICES already shows the rank's own devices only.
-    index = number if number < torch.cuda.device_count() else 0
-    device = torch.device("cuda", index)
-    from decant.kernels.config import architecture
-
-    try:
-        architecture(device)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    return device
-
-
 def _prepare(config: Config, role: str, room: Any) -> tuple[Checkpoint, torch.device]:
     if room.tp != 1:
         raise ConfigError(
@@ -57,21 +37,30 @@ def _prepare(config: Config, role: str, room: Any) -> tuple[Checkpoint, torch.de
 
 
 def _model(
-    checkpoint: Checkpoint, device: torch.device, layout: GpuLayout, trunk: bool, mtp: str, tag: str
+    checkpoint: Checkpoint,
+    device: torch.device,
+    layout: GpuLayout,
+    trunk: bool,
+    mtp: str,
+    tag: str,
+    kernels: set[str] | None,
 ) -> GpuModel:
     def progress(done: int, total: int) -> None:
         log.info("layer %d of %d is on %s", done, total, device)
 
     with torch.inference_mode():
         weights = load_weights(checkpoint, device, trunk, mtp, progress=progress)
-    model = GpuModel(checkpoint.shape, weights, Ops.create(checkpoint.shape, device))
-    if trunk:
+    model = GpuModel(checkpoint.shape, weights, Ops.create(checkpoint.shape, device, kernels))
+    if trunk and kernels is None:
         probe(model, layout, device, tag)
     return model
 
 
-def start_engine(config: Config, role: str) -> GpuEngine:
-    """See load.load_engine."""
+def start_engine(
+    config: Config, role: str, kernels: set[str] | None = None, graphs: bool = True
+) -> GpuEngine:
+    """See load.load_engine. kernels: those that run, unprobed; None: all that a probe finds right.
+    graphs: capture decode's buckets (on a GPU)."""
     if role not in ("prefill", "decode"):
         raise ConfigError(f"there is no engine for role {role!r}")
     room = config.prefill if role == "prefill" else config.decode
@@ -80,7 +69,7 @@ def start_engine(config: Config, role: str) -> GpuEngine:
     lock = processes.lock_rank(config.run_dir, role, 0) if config.run_dir else -1
     prefix = f"{pool_prefix(config, role)}-0"
     try:
-        model = _model(checkpoint, device, layout, True, "keys", prefix + "-probe")
+        model = _model(checkpoint, device, layout, True, "keys", prefix + "-probe", kernels)
         pool = GpuPool.create(prefix, layout, room.pages, room.slots, device)
         checkpoint.close()
         engine = GpuEngine(
@@ -92,7 +81,7 @@ def start_engine(config: Config, role: str) -> GpuEngine:
             max(config.prefill.chunk_tokens, 128),
         )
         engine.lock = lock
-        if role == "decode" and device.type == "cuda":
+        if graphs and role == "decode" and device.type == "cuda":
             rows = 1 + (config.draft.num_drafts if config.draft.enabled else 0)
             with torch.inference_mode():
                 engine.runner.capture_all(config.decode.max_batch, rows)
@@ -102,15 +91,15 @@ def start_engine(config: Config, role: str) -> GpuEngine:
     return engine
 
 
-def start_draft(config: Config) -> GpuDraftEngine:
-    """See load.load_draft."""
+def start_draft(config: Config, kernels: set[str] | None = None) -> GpuDraftEngine:
+    """See load.load_draft; kernels as in start_engine."""
     checkpoint, device = _prepare(config, "draft", config.draft)
     if not checkpoint.shape.has_mtp:
         raise CheckpointError("the checkpoint has no MTP layer: set draft.enabled = false")
     layout = GpuLayout(checkpoint.shape, config.kv.page_tokens, config.kv.max_drafts)
     lock = processes.lock_rank(config.run_dir, "draft", 0) if config.run_dir else -1
     try:
-        model = _model(checkpoint, device, layout, False, "full", "")
+        model = _model(checkpoint, device, layout, False, "full", "", kernels)
         checkpoint.close()
     except BaseException:
         processes.unlock(lock)

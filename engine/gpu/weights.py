@@ -243,8 +243,8 @@ class Loader:
                         f"tensor {name} is {dtype}: the GPU engine serves FP4 and NVFP4 experts"
                     )
                 codes.append(self._share(self._reader.raw(name), how, name))
-                scale = stem + (".scale" if dtype == "I8" else ".weight_scale")
-                raw = self._reader.raw(scale).view(torch.uint8)
+                end_of = ".scale" if dtype == "I8" else ".weight_scale"
+                raw = self._reader.raw(stem + end_of).view(torch.uint8)
                 scales.append(self._share(raw, how, name))
                 if dtype == "U8":
                     factor = self._reader.raw(stem + ".weight_scale_2").reshape(1)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from decant.engine.load import load_draft, load_engine, model_folder, model_info
 from decant.protocol.config import Config, DecodeConfig, ModelConfig
@@ -74,8 +75,11 @@ def test_facts() -> None:
 
 def test_what_is_refused() -> None:
     config = Config(model=ModelConfig(path=str(GOLDEN / "trunk-fp32")))
-    with pytest.raises(ConfigError, match="device 'cuda'"):
-        load_engine(dataclasses.replace(config, device="cuda"), "decode")
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="no CUDA GPU"):
+            load_engine(dataclasses.replace(config, device="cuda"), "decode")
+        with pytest.raises(ConfigError, match="no CUDA GPU"):
+            load_draft(dataclasses.replace(config, device="cuda"))
     with pytest.raises(ConfigError, match=r"set decode.threads = 1"):
         load_engine(dataclasses.replace(config, decode=DecodeConfig(threads=2)), "decode")
     with pytest.raises(ConfigError, match="no engine for role 'router'"):

@@ -1,0 +1,79 @@
+"""The GPU engine's CPU twin on the demo model and on a tiny random checkpoint."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # as in tests/kernels: read when a kernel is decorated
+
+import pytest
+
+from decant.engine.cpu_engine import CpuEngine
+from decant.engine.gpu.engine import GpuEngine
+from decant.engine.gpu.start import start_engine
+from decant.engine.load import load_engine
+from decant.engine.synthetic import make_checkpoint
+from decant.protocol.config import (
+    Config,
+    DecodeConfig,
+    DraftConfig,
+    KVConfig,
+    ModelConfig,
+    PrefillConfig,
+)
+
+MakeTwin = Callable[..., GpuEngine]
+
+
+def configure(folder: Path | None = None, quantise: bool = False) -> Config:
+    return Config(
+        model=ModelConfig(path=str(folder or ""), max_context=1024, quantise_activations=quantise),
+        prefill=PrefillConfig(chunk_tokens=256),
+        decode=DecodeConfig(pages=24, slots=4, max_batch=4),
+        draft=DraftConfig(num_drafts=3),
+        kv=KVConfig(page_tokens=128, max_drafts=3),
+    )
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of four narrow layers whose shapes every kernel takes."""
+    folder = tmp_path_factory.mktemp("checkpoint") / "tiny"
+    make_checkpoint(folder, 4, "tiny", 1)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def make_twin() -> Iterator[MakeTwin]:
+    """make_twin(folder=None): an engine on the CPU without kernels; closed after the module."""
+    torch.set_num_threads(1)
+    made: list[GpuEngine] = []
+
+    def make(folder: Path | None = None) -> GpuEngine:
+        made.append(start_engine(configure(folder), "decode", set()))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def reference() -> Iterator[CpuEngine]:
+    """The CPU engine on the demo model."""
+    torch.set_num_threads(1)
+    engine = load_engine(configure(), "decode")
+    assert isinstance(engine, CpuEngine)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def configuration() -> Config:
+    """The demo model with small pools, on a CPU."""
+    return configure()
