@@ -155,7 +155,8 @@ class GpuEngine:
             return
         torch.cuda.set_device(self.device)
         if not hasattr(self._copies, "stream"):
-            self._copies.stream = torch.cuda.Stream(self.device)
+            stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            self._copies.stream = stream
         with torch.cuda.stream(self._copies.stream):
             yield
             self._copies.stream.synchronize()

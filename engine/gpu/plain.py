@@ -45,7 +45,7 @@ def rotate(x: Tensor, rope: Tensor, sign: float = 1.0) -> Tensor:
     """Rotate the last 64 channels of float32 x [R, ..., D] in place; returns x."""
     shape = (len(x),) + (1,) * (x.dim() - 2) + (32,)
     cos, sin = rope[:, :32].view(shape), rope[:, 32:].view(shape) * sign
-    pairs = x[..., -64:].unflatten(-1, (32, 2))
+    pairs = x[..., -64:].reshape(*x.shape[:-1], 32, 2)
     even, odd = pairs[..., 0], pairs[..., 1]
     turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1)
     x[..., -64:] = turned.flatten(-2)
@@ -73,7 +73,7 @@ def boundary(
     pre = torch.sigmoid(m[:, :4] * scale[0] + base[:4]) + EPS
     if len(site.fn) > 4:
         post = 2 * torch.sigmoid(m[:, 4:8] * scale[1] + base[4:8])
-        comb = (m[:, 8:] * scale[2] + base[8:]).unflatten(-1, (4, 4)).softmax(-1) + EPS
+        comb = (m[:, 8:] * scale[2] + base[8:]).view(-1, 4, 4).softmax(-1) + EPS
         comb = comb / (comb.sum(-2, keepdim=True) + EPS)
         for _ in range(rounds - 1):
             comb = comb / (comb.sum(-1, keepdim=True) + EPS)

@@ -200,7 +200,7 @@ class Runner:
             self._graphs[num, size] = Graph(rows, logits, streams, run)
             return
         try:
-            side = torch.cuda.Stream(self.device)
+            side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
             side.wait_stream(torch.cuda.current_stream(self.device))
             with torch.cuda.stream(side):  # compiles, loads modules, makes scratch
                 step()

@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -323,16 +324,12 @@ def section_graphs(args: argparse.Namespace) -> Report:
                 try:
                     runner.drop_graphs()
                     eager = [t.clone() for t in runner.decode(plan)]
-                    row["eager_ms"] = milliseconds(
-                        lambda p=plan: runner.decode(p), 10 if cuda else 1
-                    )
+                    row["eager_ms"] = milliseconds(partial(runner.decode, plan), 10 if cuda else 1)
                     began = time.monotonic()
                     runner.capture(num, size)
                     row["capture_s"] = round(time.monotonic() - began, 2)
                     graph = [t.clone() for t in runner.decode(plan)]
-                    row["graph_ms"] = milliseconds(
-                        lambda p=plan: runner.decode(p), 20 if cuda else 1
-                    )
+                    row["graph_ms"] = milliseconds(partial(runner.decode, plan), 20 if cuda else 1)
                     error = (graph[0] - eager[0]).norm() / eager[0].norm()
                     row["error"] = float(error)
                     row["equal"] = bool((graph[0] == eager[0]).all())

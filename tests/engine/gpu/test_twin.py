@@ -146,7 +146,8 @@ def test_drafts_agree_with_the_reference(
     found = []
     pages = (0, 1)
     drafts: list[Any] = [start_draft(configuration, set()), load_draft(configuration)]
-    for engine, draft in zip((twin, reference), drafts, strict=True):
+    engines: list[Any] = [twin, reference]
+    for engine, draft in zip(engines, drafts, strict=True):
         prefill(engine, 0, pages, 100, 256)
         draft.attach("decode", engine.pools())
         streams = engine.last_streams([0])
