@@ -295,6 +295,33 @@ def test_readme_names_real_commands() -> None:
                     assert word.partition("=")[0] in known, line
 
 
+def relative_links(path: Path) -> list[str]:
+    """Targets of a page's links and pictures inside the repository, without fragments."""
+    found = re.findall(r"\]\(([^)\s]+)\)", path.read_text())
+    return [link.partition("#")[0] for link in found if "://" not in link and link[0] != "#"]
+
+
+def test_links_of_all_pages_lead_somewhere() -> None:
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    broken = [
+        f"{page.relative_to(ROOT)}: {link}"
+        for page in pages
+        for link in relative_links(page)
+        if not (page.parent / link).exists()
+    ]
+    assert len(pages) > 10 and broken == []
+
+
+def test_readme_links_every_page_and_names_every_command() -> None:
+    from decant.services.cli import COMMANDS
+
+    text = (ROOT / "README.md").read_text()
+    links = set(relative_links(ROOT / "README.md"))
+    pages = {f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")}
+    assert pages - links == set()
+    assert [name for name in COMMANDS if f"`decant {name}" not in text] == []
+
+
 def test_repository_names_no_machine() -> None:
     """No path of a developer's machine, no package host, in what is committed."""
     pattern = re.compile(

@@ -1,0 +1,77 @@
+"""README's table of figures is what the files of docs/measurements say."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from decant.loadgen import cli as loadgen
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def figures() -> ModuleType:
+    loader = SourceFileLoader("figures", str(ROOT / ".ci" / "figures"))
+    spec = importlib.util.spec_from_loader("figures", loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+def test_readme_has_the_table_of_the_files(figures: ModuleType) -> None:
+    text = (ROOT / "README.md").read_text()
+    assert text.count(figures.BEGIN) == text.count(figures.END) == 1
+    part = text.split(figures.BEGIN)[1].split(figures.END)[0]
+    assert part.strip() == figures.table().strip(), "python -P .ci/figures table"
+
+
+def test_the_commands_are_valid(figures: ModuleType) -> None:
+    """Every command of a file parses, and needs no file of its own."""
+    import argparse
+
+    for name, (kind, words) in figures.COMMANDS.items():
+        assert kind in figures.UP, name
+        parser = argparse.ArgumentParser()
+        loadgen.add_arguments(parser)
+        args = parser.parse_args(words.split())
+        loadgen._options(args)
+
+
+def test_table_of_a_measured_machine(figures: ModuleType, tmp_path: Path) -> None:
+    machine = {"cores": 2, "cpu": "C", "torch": "2", "date": "2026-01-02T03:04+00:00",
+               "commit": "abc"}  # fmt: skip
+    runs: dict[str, dict[str, Any]] = {
+        "one-stream": {"output_token_throughput": 61.4},
+        "ttft": {"latency_ms": {"ttft": {"p50": 123.4}}},
+        "idle": {"rss_bytes": 1_250_000_000, "idle_cores": 0.041},
+        "eval-essential": {
+            "num": 10,
+            "skills": [
+                {"skill": "add", "num": 10, "share": 1.0},
+                {"skill": "sub", "num": 10, "share": 0.9},
+            ],
+            "acceptance_by_position": {"2": 0.8, "1": 0.9},
+        },
+    }
+    for name, run in runs.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps({"machine": machine, **run}))
+    table = figures.table(tmp_path)
+    assert table.startswith("On 2 cores of C, torch 2, 2026-01-02, commit abc:")
+    cells = {row.split("|")[1].strip(): row.split("|")[2].strip() for row in table.splitlines()
+             if row.startswith("| ")}  # fmt: skip
+    assert cells["one stream, two drafts a step"] == "61 tok/s"
+    assert cells["one stream without speculation"] == figures.NONE
+    assert cells["TTFT p50, prompts of 100 tokens"] == "123 ms"
+    assert cells["memory of all processes"] == "1.25 GB"
+    assert cells["processor time when idle"] == "4.1% of a core"
+    assert cells["drafts accepted at position 1, 2"] == "90.0%, 80.0%"
+    assert cells["right answers"].startswith("95.0% of 2 skills")
+    assert "worst 90.0% (sub)" in cells["right answers"]
