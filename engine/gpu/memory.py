@@ -5,6 +5,7 @@ the CPU, a POSIX shared memory object. Knows bytes only; ``pool.py`` says what i
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import os
 import secrets
@@ -17,6 +18,7 @@ from torch import Tensor
 from decant.protocol.errors import ConfigError, HandoffError
 
 SHM = Path("/dev/shm")
+HANDLE_BYTES = 64  # cudaIpcMemHandle_t
 
 
 class Memory(Protocol):
@@ -127,7 +129,7 @@ class DeviceMemory:
         what = f"the KV pool of {size >> 20} MB"
         pointer = int(_cuda(runtime.cudaMalloc(size), what, ConfigError))
         handle = _cuda(runtime.cudaIpcGetMemHandle(pointer), "cudaIpcGetMemHandle", ConfigError)
-        name = bytes(handle.reserved).hex()
+        name = ctypes.string_at(int(handle.getPtr()), HANDLE_BYTES).hex()
         _own[name] = pointer
         memory = cls(name, pointer, size, device, "owner")
         memory.data.zero_()
@@ -146,9 +148,9 @@ class DeviceMemory:
         except ValueError as error:
             raise HandoffError(f"{name[:80]!r} is not an IPC handle") from error
         handle = runtime.cudaIpcMemHandle_t()
-        if len(raw) != len(bytes(handle.reserved)):
+        if len(raw) != HANDLE_BYTES:
             raise HandoffError(f"an IPC handle of {len(raw)} bytes")
-        handle.reserved = raw
+        ctypes.memmove(int(handle.getPtr()), raw, HANDLE_BYTES)
         torch.cuda.set_device(device)
         torch.zeros(1, device=device)
         flag = runtime.cudaIpcMemLazyEnablePeerAccess

@@ -274,7 +274,7 @@ def section_handoff(args: argparse.Namespace) -> Report:
         job["cases"].append(case)
     path = folder / "handoff-job.json"
     path.write_text(json.dumps(job))
-    report = child("pull", args, ["--job", str(path)], 120)
+    report = child("pull", args, ["--job", str(path)], 60)
     engine.close()
     for case in job["cases"]:
         Path(case["logits"]).unlink(missing_ok=True)
