@@ -1,8 +1,8 @@
 """Prefill's scheduler: queue, chunks, publication, prefix cache, withdrawal.
 
 A pure object: events in (messages, results, time), decisions out (``take()``, ``plan()``). One
-chunk of one lane a step; before each chunk the lane with the lowest ``priority`` (then the first
-to arrive) is taken, so an urgent lane overtakes between chunks.
+chunk of one lane a step; before each chunk the lane with the largest ``priority`` (then the first
+to arrive) is taken, as in the router's queue, so an urgent lane overtakes between chunks.
 
 Pages of a lane: reserved when it starts (all or none), active once computed, published when
 offered, and free (or cached) when decode sent KVRelease or its incarnation is dead. A lane given up
@@ -282,7 +282,7 @@ class PrefillScheduler:
         """The next chunk; None: nothing to do until the next event."""
         assert self._running is None
         lanes = [lane for lane in self.lanes.values() if lane.offer.state is OfferState.OPEN]
-        lanes.sort(key=lambda lane: (lane.message.priority, lane.order))
+        lanes.sort(key=lambda lane: (-lane.message.priority, lane.order))
         may_start = True  # a lane that waits for pages is not overtaken by smaller ones
         for lane in lanes:
             if not lane.pages and may_start:

@@ -16,6 +16,7 @@ from cluster import Cluster, Job
 from fake_engine import EOS, FakeDraft, reference_tokens
 
 from decant.engine.acceptance import DepthController
+from decant.engine.execute import execute_prefill
 from decant.protocol.messages import (
     EndChoice,
     Finished,
@@ -376,6 +377,27 @@ def test_replay_gives_the_same_tokens_again() -> None:
         for stale in (ReplayFrom("r", 2, 0, 0), ReplayFrom("x", 1, 0, 0), ReplayFrom("r", 1, 7, 0)):
             c.decode.replay("tokenizer-1", stale)
         assert not c.decode.take_tokens()
+
+
+def test_the_larger_priority_is_prefilled_first_between_chunks_too() -> None:
+    with cluster(chunk_tokens=100, cache=False) as c:
+
+        def chunk_of(request_id: str = "", priority: int = 0) -> str:
+            if request_id:
+                body = Prefill(request_id, 1, 0, "decode-0", "d1", priority=priority)
+                c.prefill.prefill(body, array("i", some_prompt(1, 300)), 0.0)
+            plan = c.prefill.plan(0.0)
+            assert plan is not None
+            c.prefill.apply(execute_prefill(c.prefill_engine, plan), 0.0)
+            return plan.lane.key[0]
+
+        assert chunk_of("low", -5) == "low"
+        assert chunk_of("first") == "first"
+        assert chunk_of("second") == "first"
+        assert chunk_of("urgent", 5) == "urgent"
+        assert [chunk_of() for _ in range(8)] == (
+            ["urgent"] * 2 + ["first"] + ["second"] * 3 + ["low"] * 2
+        )
 
 
 def test_deadlines_are_kept_in_both_queues() -> None:
