@@ -1,7 +1,7 @@
 """Checkpoint files: safetensors headers, and the check of every tensor against the model's shape.
 
 Everything here works from headers: no tensor is read and no memory is taken before the whole
-checkpoint is known to fit. Formats are recognised from names and dtypes (model-spec.md 6.3).
+checkpoint is known to fit. Formats are recognised from names and dtypes.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ def _head_tensors(shape: ModelShape, prefix: str) -> Iterator[Expected]:
 
 
 def expected_tensors(shape: ModelShape) -> Iterator[Expected]:
-    """Every tensor of the model, in the order of the published files (model-spec.md 6.1)."""
+    """Every tensor of the model, in the order of the published files."""
     yield Expected("embed.weight", "plain", (shape.vocab_size, shape.hidden_size))
     for i, ratio in enumerate(shape.compress_ratios):
         yield from _layer_tensors(shape, f"layers.{i}.", ratio, i < shape.num_hash_layers)

@@ -3,7 +3,7 @@ numpy.
 
 An engine is a TP group seen from rank 0. Its calls block (run them in the one engine thread of the
 process); with several ranks it
-sends each call to the followers itself. All ranks hold the same KV (model-spec.md, section 10), so
+sends each call to the followers itself. All ranks hold the same KV, so
 page and slot numbers serve all.
 
 Positions count from 0 in the whole sequence (prompt and output). A *page* covers ``page_tokens``

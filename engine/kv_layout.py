@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from decant.engine.model_shape import ModelShape
 from decant.protocol.errors import ConfigError
 
-ALIGN_BYTES = 2304  # parts and page stride: a multiple of 576 and 256 (architecture.md, section 3)
+ALIGN_BYTES = 2304  # parts and page stride: a multiple of 576 and 256
 CSA_STATE_ROWS = 16
 HCA_STATE_ROWS = 256
 MAX_STRIDE_BYTES = 1 << 31
@@ -103,7 +103,7 @@ class KVLayout:
         return [LiveRows(p, 0, num_tokens // ratio[p.name]) for p in self.page_parts.values()]
 
     def live_in_slot(self, num_tokens: int) -> list[LiveRows]:
-        """What a sequence of ``num_tokens`` processed tokens needs (model-spec.md 7.2).
+        """What a sequence of ``num_tokens`` processed tokens needs.
 
         The MTP key of the last position is not in it: it waits for the next token."""
         total, window = num_tokens, self.shape.sliding_window

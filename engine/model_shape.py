@@ -1,8 +1,8 @@
 """One description of the model: the constants of config.json, checked once. Nothing about files,
 memory or devices.
 
-Names are those of config.json; model-spec.md section 1 says what they mean. What decant does not
-serve (the 0731 drafter, V4.1, other architectures) is refused here with one sentence.
+Names are those of the published config.json. What decant does not serve (the 0731 drafter, V4.1,
+other architectures) is refused here with one sentence.
 """
 
 from __future__ import annotations

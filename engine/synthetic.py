@@ -20,7 +20,7 @@ from decant.engine.checkpoint import Expected, expected_tensors
 from decant.engine.model_shape import parse_shape
 from decant.protocol.errors import ConfigError
 
-# model-spec.md 1.1
+# The published config.json of DeepSeek-V4-Flash.
 REAL: dict[str, Any] = {
     "architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4",
     "vocab_size": 129280, "hidden_size": 4096, "num_hidden_layers": 43,

@@ -234,7 +234,7 @@ def check_mtp(f: Fixture, streams: Tensor, last: Tensor, decoded: Tensor) -> Ite
 
 
 def state_of(f: Fixture, total: int) -> dict[str, Tensor]:
-    """The live state after ``total`` tokens, under the fixture's names (model-spec.md 7.2)."""
+    """The live state after ``total`` tokens, under the fixture's names."""
     pool, shape = f.engine.pool, f.shape
     out = {}
     for rows in pool.layout.live_in_slot(total):

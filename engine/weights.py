@@ -11,7 +11,7 @@ from torch import Tensor
 from decant.engine.checkpoint import Checkpoint
 from decant.protocol.errors import CheckpointError
 
-# How a tensor is split over TP ranks (model-spec.md, section 10). First match wins; what has no
+# How a tensor is split over TP ranks. First match wins; what has no
 # entry is replicated. rows = output rows, columns = input columns (summed over ranks in order).
 SHARDING: tuple[tuple[str, str], ...] = (
     ("indexer.wq_b.weight", "replicated"),

@@ -24,9 +24,7 @@ class ModelConfig:
     path: str = ""  # a checkpoint folder; empty: the model that ships with the package
     served_name: str = ""  # empty: the folder's name
     max_context: int = 8192  # tokens, prompt and output together; at most the model's
-    quantise_activations: bool = (
-        False  # simulate the reference's FP8/FP4 activation rounding (model-spec.md 6.4)
-    )
+    quantise_activations: bool = False  # simulate the reference's FP8/FP4 activation rounding
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ class Message(Struct, frozen=True, tag_field="type", omit_defaults=True):
 
 
 class Sampling(Struct, frozen=True, omit_defaults=True):
-    """How tokens are drawn. Ranges are checked in the gateway (services.md 1.2); decode relies on
+    """How tokens are drawn. Ranges are checked in the gateway; decode relies on
     them.
     """
 

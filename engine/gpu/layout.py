@@ -100,8 +100,8 @@ class GpuLayout:
         return live
 
     def live_slot_rows(self, num_tokens: int) -> Bools:
-        """[num_slot_rows]: what a sequence of ``num_tokens`` processed tokens needs
-        (model-spec.md 7.2). The MTP key of the last position waits for the next token."""
+        """[num_slot_rows]: what a sequence of ``num_tokens`` processed tokens needs.
+        The MTP key of the last position waits for the next token."""
         total = num_tokens
         spans = {
             "window": (max(0, total - bytes_of.WINDOW), total),

@@ -1,5 +1,5 @@
 """The attention of one layer: queries, window keys, compressors, indexer, one softmax with a sink,
-inverse rotation (model-spec.md, section 3). Reads and writes the pool through a row plan.
+inverse rotation. Reads and writes the pool through a row plan.
 """
 
 from __future__ import annotations

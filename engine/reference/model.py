@@ -172,7 +172,7 @@ class Model:
 
 @dataclass(frozen=True)
 class MtpWeights:
-    """The MTP layer (model-spec.md, section 5)."""
+    """The MTP layer."""
 
     e_proj: Tensor
     h_proj: Tensor

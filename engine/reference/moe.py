@@ -1,4 +1,4 @@
-"""Mixture of experts of one layer: gate, routing, clamped experts (model-spec.md, section 4)."""
+"""Mixture of experts of one layer: gate, routing, clamped experts."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def rms_norm(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
 
 
 def rope_frequencies(shape: ModelShape, compressed: bool) -> Tensor:
-    """[qk_rope_head_dim / 2] float32: radians per position of each pair (model-spec.md 1.3)."""
+    """[qk_rope_head_dim / 2] float32: radians per position of each pair."""
     width = shape.qk_rope_head_dim
     base = shape.compress_rope_theta if compressed else shape.rope_theta
     pair = torch.arange(0, width, 2, dtype=torch.float32)
@@ -85,7 +85,7 @@ def rotate(x: Tensor, rotation: Tensor, width: int) -> Tensor:
 
 def sinkhorn(logits: Tensor, iters: int, eps: float) -> Tensor:
     """[n, 4, 4] logits -> almost doubly stochastic matrices: row softmax, then columns, rows, ...,
-    columns (model-spec.md, section 2, step 5). n is a multiple of 4.
+    columns. n is a multiple of 4.
 
     The 39 normalisations run in numpy on a preallocated [5, 5, n] whose fifth row and column hold
     eps, so that a sum over five is the sum plus eps: two ufunc calls each, on IEEE sums and
@@ -108,7 +108,7 @@ def sinkhorn(logits: Tensor, iters: int, eps: float) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(m.transpose(2, 0, 1)))
 
 
-# -- quantisation simulation (model-spec.md 6.4) ---------------------------------------------------
+# -- quantisation simulation -----------------------------------------------------------------------
 
 
 def power_of_two_scale(amax: Tensor, largest: float) -> Tensor:
@@ -164,7 +164,7 @@ def hadamard(size: int) -> Tensor:
 
 
 def swiglu(a: Tensor, b: Tensor, limit: float) -> Tensor:
-    """min(a, limit) * sigmoid(.) * clamp(b, -limit, limit) (model-spec.md 4.3)."""
+    """min(a, limit) * sigmoid(.) * clamp(b, -limit, limit)."""
     a = a.clamp(max=limit)
     return torch.nn.functional.silu(a, inplace=True).mul_(b.clamp(-limit, limit))
 

@@ -40,7 +40,7 @@ def test_real_width_has_the_published_size() -> None:
     for want in expected_tensors(shape):
         if want.kind == "expert" and want.name.startswith("layers."):
             experts += want.shape[0] * want.shape[1]
-    assert experts == 43 * 256 * 25_165_824  # model-spec.md 11.1
+    assert experts == 43 * 256 * 25_165_824
     assert shape.compress_ratios[2:5] == (4, 128, 4)
     assert shape.compress_ratios.count(4) == 21 and shape.compress_ratios.count(128) == 20
 

@@ -312,6 +312,20 @@ def test_links_of_all_pages_lead_somewhere() -> None:
     assert len(pages) > 10 and broken == []
 
 
+def test_sources_name_only_pages_that_exist() -> None:
+    """A comment that points to a page of documentation points to one of ours."""
+    have = {page.name for page in [*ROOT.glob("*.md"), *ROOT.rglob("docs/**/*.md")]}
+    have |= {page.name for page in (ROOT / "tests").rglob("*.md")}
+    wrong = {
+        f"{path}: {name}"
+        for path in tracked()
+        if path.suffix == ".py"
+        for name in re.findall(r"\b[\w-]+\.md\b", (ROOT / path).read_text())
+        if name not in have
+    }
+    assert wrong == set()
+
+
 def test_readme_links_every_page_and_names_every_command() -> None:
     from decant.services.cli import COMMANDS
 
