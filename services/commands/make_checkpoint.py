@@ -14,7 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--width", choices=("real", "tiny"), default="real", help="real: about 3.6 GB a layer"
     )
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same bytes")
 
 
 def run(args: argparse.Namespace) -> int:

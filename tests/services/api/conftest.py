@@ -11,19 +11,19 @@ import secrets
 import shutil
 import socket
 from array import array
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
+from output_ids import ids_of
 
 from decant.protocol import messages as m
 from decant.protocol.config import Config, GatewayConfig, ModelConfig
 from decant.protocol.wire import Sender, pack_ids
 from decant.services import gateway, tokenizer
-from decant.services.chat.markers import DSML, END_THINK, EOS, THINK, Marker
 from decant.services.chat.vocabulary import Vocabulary
 from decant.services.sockets import Dealer, RouterSocket
 
@@ -182,23 +182,6 @@ class Backstage:
         self._router.close()
         if self._decode is not None:
             self._decode.close()
-
-
-def ids_of(vocabulary: Vocabulary, text: str) -> list[int]:
-    """``DSML|`` is written for the DSML token; the think and end tokens stand for themselves."""
-    pieces: Sequence[str] = [text]
-    for name, marker in (("DSML|", DSML), *((x, x) for x in (THINK, END_THINK, EOS))):
-        split: list[str] = []
-        for piece in pieces:
-            if isinstance(piece, Marker):
-                split.append(piece)
-                continue
-            first, *rest = piece.split(name)
-            split.append(first)
-            for part in rest:
-                split += [marker, part]
-        pieces = split
-    return vocabulary.encode(pieces)
 
 
 def free_port() -> int:

