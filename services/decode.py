@@ -191,7 +191,8 @@ class DecodeService:
                 continue
             self.is_busy = True
             has_draft = self.scheduler.speculation.is_on
-            failpoints.hit("decode.before_step")
+            if failpoints.IS_ON:
+                failpoints.hit("decode.before_step", [s.sampling.seed for s in plan.sequences])
             output = await self.thread.run(
                 execute_decode, self.engine, self.sampler, plan, self._mask, has_draft
             )

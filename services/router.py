@@ -16,7 +16,7 @@ import structlog
 from decant.protocol import messages as m
 from decant.protocol.config import Config
 from decant.protocol.wire import Sender
-from decant.services import admin, process
+from decant.services import admin, failpoints, process
 from decant.services.dispatch import Dispatcher
 from decant.services.membership import Member
 from decant.services.reaper import ExitReason, Reaper, supervisord_says, unknown
@@ -82,7 +82,11 @@ class Router:
             if number % MAX_BATCH == 0:
                 await asyncio.sleep(0)  # a receive that finds a message does not yield
             envelope = await self.socket.receive()
+            if failpoints.IS_ON:
+                failpoints.hit(f"router.before_{envelope.body.__struct_config__.tag}")
             self.dispatcher.receive(envelope)
+            if failpoints.IS_ON:  # decided, not sent
+                failpoints.hit(f"router.after_{envelope.body.__struct_config__.tag}")
             if isinstance(envelope.body, m.Hello):
                 member = self.dispatcher.membership.get(envelope.header.incarnation)
                 if member is not None:

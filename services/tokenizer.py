@@ -30,7 +30,7 @@ from decant.protocol.errors import (
     RequestError,
 )
 from decant.protocol.wire import Envelope, Sender, pack_ids, unpack_ids
-from decant.services import metrics, model_folder, process
+from decant.services import failpoints, metrics, model_folder, process
 from decant.services.chat.encoding import Prompt, render
 from decant.services.chat.markers import BOS, FIM_BEGIN, FIM_END, FIM_HOLE
 from decant.services.chat.stream import ChoiceStream
@@ -129,10 +129,14 @@ class Tokenizer:
         try:
             while True:
                 envelope = await self._socket.receive()
+                if failpoints.IS_ON:
+                    failpoints.hit(f"tokenizer.before_{envelope.body.__struct_config__.tag}")
                 try:
                     self._handle(envelope)
                 except DecantError as error:  # a malformed blob: the sender's bug, not our end
                     log.warning("bad message", source=envelope.header.source, error=error.message)
+                if failpoints.IS_ON:  # answers are queued, not sent
+                    failpoints.hit(f"tokenizer.after_{envelope.body.__struct_config__.tag}")
         finally:
             for peer in self._peers.values():
                 peer.task.cancel()

@@ -1,0 +1,98 @@
+"""Disturbs a running set on a seeded schedule: kill -9, SIGTERM, SIGSTOP for a while.
+
+A victim is a process of supervisord, by its pid at that moment; what was done is kept with its time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections import Counter
+from dataclasses import dataclass
+from random import Random
+
+from real_set import RealSet
+
+from decant.services.supervisor import SupervisorClient
+
+WORKERS = ("decode-0", "prefill-0", "draft-0", "tokenizer-0", "router-0")
+
+
+@dataclass(frozen=True)
+class Deed:
+    """One disturbance."""
+
+    at_s: float  # CLOCK_MONOTONIC
+    victim: str
+    pid: int
+    signal: str
+
+
+class Nemesis:
+    """Use ``async with``: it works until the block ends, or until ``most`` deeds are done."""
+
+    def __init__(
+        self,
+        real: RealSet,
+        seed: int,
+        period_s: float,
+        victims: tuple[str, ...] = WORKERS,
+        number: signal.Signals = signal.SIGKILL,
+        stopped_s: float = 0.0,
+        most: int = 1 << 30,
+    ) -> None:
+        """number: the signal. stopped_s: after a SIGSTOP, for SIGCONT (if it still exists)."""
+        self.deeds: list[Deed] = []
+        self._real, self._random = real, Random(seed)
+        self._period_s, self._victims, self._most = period_s, victims, most
+        self._number, self._stopped_s = number, stopped_s
+        self._continue: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Nemesis:
+        self._task = asyncio.create_task(self._work())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._task.cancel()
+        if self._continue:
+            await asyncio.wait(self._continue)
+
+    @property
+    def by_victim(self) -> dict[str, int]:
+        return dict(Counter(d.victim for d in self.deeds))
+
+    async def _work(self) -> None:
+        due = time.monotonic()
+        while len(self.deeds) < self._most:
+            due += self._period_s
+            await asyncio.sleep(max(0.0, due - time.monotonic()))
+            deed = None
+            while deed is None:  # of who runs now
+                deed = await asyncio.to_thread(self._strike, self._random.choice(self._victims))
+                if deed is None:
+                    await asyncio.sleep(0.05)
+            self.deeds.append(deed)
+            if self._number is signal.SIGSTOP:
+                task = asyncio.create_task(self._release(deed.pid))
+                self._continue.add(task)
+                task.add_done_callback(self._continue.discard)
+
+    def _strike(self, victim: str) -> Deed | None:
+        for info in SupervisorClient(self._real.run_dir).processes():
+            pid = int(info["pid"])
+            if info["name"] == victim and pid:
+                try:
+                    os.kill(pid, self._number)
+                except ProcessLookupError:
+                    return None
+                return Deed(time.monotonic(), victim, pid, self._number.name)
+        return None
+
+    async def _release(self, pid: int) -> None:
+        await asyncio.sleep(self._stopped_s)
+        try:
+            os.kill(pid, signal.SIGCONT)
+        except ProcessLookupError:
+            return  # it was fenced

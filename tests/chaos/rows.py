@@ -1,0 +1,341 @@
+"""The rows of the reliability table (docs/reliability.md) that kill, stall and restart processes.
+
+Each takes a stage, a seed and how much of it; returns one flat result. ``num`` counts requests,
+``minutes`` bounds the time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+import mix
+from mix import Ask
+from nemesis import WORKERS, Nemesis
+from real_set import decant
+from stage import Result, Stage, p
+from traffic import Answer, Traffic
+
+DISTINCT = 60  # different requests of a row; they are asked again and again
+AT_ONCE = 8
+
+DECODE_POINTS = (
+    "decode.before_reserve",
+    "decode.after_reserve",
+    "decode.before_pull",
+    "decode.before_release",
+    "decode.after_release",
+    "decode.before_step",
+    "decode.before_tokens",
+    "decode.after_tokens",
+)
+PREFILL_POINTS = (
+    "prefill.after_queued",
+    "prefill.before_chunk",
+    "prefill.after_chunk",
+    "prefill.after_publish",
+    "prefill.before_free",
+)
+DRAFT_POINTS = ("draft.before_propose", "draft.before_answer")
+TOKENIZER_POINTS = tuple(
+    f"tokenizer.{when}_{tag}"
+    for tag in ("encode", "tokens", "close_stream")
+    for when in ("before", "after")
+)
+ROUTER_POINTS = tuple(
+    f"router.{when}_{tag}"
+    for tag in ("generate", "reserved", "prefilled", "decoding", "finished", "cancel", "cancelled")
+    for when in ("before", "after")
+)
+POINTS = DECODE_POINTS + PREFILL_POINTS + DRAFT_POINTS + TOKENIZER_POINTS + ROUTER_POINTS
+
+
+def _again(asks: list[Ask], seed: int, num: int) -> Iterator[Ask]:
+    """``num`` requests out of a few different ones, in a seeded order."""
+    rng = Random(seed)
+    return (rng.choice(asks) for _ in range(num))
+
+
+def _waits(answers: list[Answer]) -> Result:
+    ttft = [a.arrivals_s[0] - a.sent_s for a in answers if a.arrivals_s]
+    gaps = [max(map(_gap, itertools.pairwise(a.arrivals_s)), default=0.0) for a in answers]
+    return {"ttft_p99_s": round(p(ttft, 0.99), 2), "pause_max_s": round(max(gaps, default=0.0), 2)}
+
+
+def _gap(pair: tuple[float, float]) -> float:
+    return pair[1] - pair[0]
+
+
+async def under(
+    stage: Stage,
+    nemesis: Nemesis,
+    asks: list[Ask],
+    seed: int,
+    num: int,
+    deeds: int,
+    minutes: float,
+) -> Result:
+    """Load until ``num`` requests were answered and ``deeds`` are done, at most ``minutes``."""
+    await stage.learn(asks)
+    end = time.monotonic() + minutes * 60
+    began = time.monotonic()
+
+    def is_over() -> bool:
+        is_enough = len(nemesis.deeds) >= deeds and len(traffic.answers) >= num
+        return time.monotonic() > end or is_enough
+
+    async with stage.traffic() as traffic:
+        async with nemesis:
+            await traffic.many(_again(asks, seed, 1 << 30), AT_ONCE, is_over)
+        answers = traffic.answers
+    result = {"seconds": round(time.monotonic() - began, 1), "deeds": len(nemesis.deeds)}
+    result |= {"by_victim": nemesis.by_victim, **stage.compare(answers), **_waits(answers)}
+    return result | await stage.rest(answers)
+
+
+async def kills(stage: Stage, seed: int, num: int, minutes: float, period_s: float = 3.0) -> Result:
+    """R1: kill -9 of a random process every three seconds, under every kind of request."""
+    asks = mix.make(seed, DISTINCT, stage.real.model)
+    nemesis = Nemesis(stage.real, seed, period_s)
+    return await under(stage, nemesis, asks, seed, num, num // 20, minutes)
+
+
+async def constrained(stage: Stage, seed: int, num: int, minutes: float) -> Result:
+    """R12: decode dies while grammar, tools, n = 4, penalties and speculation are in use."""
+    asks = mix.make(seed, DISTINCT // 2, stage.real.model, mix.CONSTRAINED)
+    nemesis = Nemesis(stage.real, seed, 6.0, ("decode-0",))
+    return await under(stage, nemesis, asks, seed, num, max(1, num // 20), minutes)
+
+
+async def flapping(stage: Stage, seed: int, num: int, minutes: float) -> Result:
+    """R13: the draft dies every second, or as soon as it runs again."""
+    asks = mix.make(seed, DISTINCT // 2, stage.real.model)
+    nemesis = Nemesis(stage.real, seed, 1.0, ("draft-0",))
+    return await under(stage, nemesis, asks, seed, num, 3, minutes)
+
+
+async def stops(stage: Stage, seed: int, num: int, minutes: float, stop_s: float = 20.0) -> Result:
+    """R4: SIGSTOP of each process in turn, SIGCONT 20 s later; nobody speaks after its fence."""
+    asks = mix.make(seed, DISTINCT // 2, stage.real.model)
+    await stage.learn(asks)
+    victims = list(WORKERS)
+    Random(seed).shuffle(victims)
+    answers: list[Answer] = []
+    pauses = {}
+    end = time.monotonic() + minutes * 60
+    for victim in victims:
+        if time.monotonic() > end:
+            break
+        nemesis = Nemesis(stage.real, seed, 0.5, (victim,), signal.SIGSTOP, stop_s, most=1)
+        until = time.monotonic() + stop_s + 4.0
+        async with stage.traffic() as traffic:
+            async with nemesis:
+                source = _again(asks, seed, 1 << 30)
+                await traffic.many(source, 4, lambda until=until: time.monotonic() > until)
+            answers += traffic.answers
+            pauses[victim] = _waits(traffic.answers)["pause_max_s"]
+        await asyncio.to_thread(stage.real.wait_ready)
+    result: Result = {"stopped": pauses, **stage.compare(answers)}
+    return result | await stage.rest(answers)
+
+
+async def cancels(stage: Stage, seed: int, num: int, minutes: float) -> Result:
+    """R5: clients leave at random moments: before, in and after every phase."""
+    rng = Random(seed)
+    asks = mix.make(seed, DISTINCT, stage.real.model)
+    asks += mix.long(seed + 1, DISTINCT, stage.real.model, 400)
+    end = time.monotonic() + minutes * 60
+    num_left = num_ended = 0
+    answers: list[Answer] = []
+
+    async def leave(traffic: Traffic) -> None:
+        nonlocal num_left, num_ended
+        while num_left < num and time.monotonic() < end:
+            task = asyncio.create_task(traffic.ask(rng.choice(asks)))
+            done, _ = await asyncio.wait({task}, timeout=rng.choice([0.0, 0.01, 0.1, 0.5, 1.5])
+                                         * rng.random())  # fmt: skip
+            if done:
+                num_ended += 1
+                continue
+            task.cancel()
+            await asyncio.wait({task})
+            num_left += 1
+
+    began = time.monotonic()
+    async with stage.traffic() as traffic:
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(12):
+                tasks.create_task(leave(traffic))
+        answers = traffic.answers
+    seconds = time.monotonic() - began
+    failed = [a for a in answers if a.error.startswith("{") and a.code != "queue_full"]
+    result: Result = {"seconds": round(seconds, 1), "cancelled": num_left, "ended": num_ended}
+    result["failed"] = len(failed)
+    result["errors"] = [f"{a.status} {a.error}" for a in failed[:3]]
+    left_s = time.monotonic()
+    rest = await stage.rest([])
+    result["baseline_s"] = round(rest["clean_s"], 2)
+    result["total_s"] = round(time.monotonic() - left_s, 2)
+    return result | rest
+
+
+async def rolling(stage: Stage, seed: int, num: int, minutes: float) -> Result:
+    """R6: ``decant restart`` of every service in turn, again and again, under load."""
+    asks = mix.make(seed, DISTINCT // 2, stage.real.model)
+    await stage.learn(asks)
+    async with stage.traffic() as traffic:
+        calm = await traffic.many(_again(asks, seed, 40), 4)
+    end = time.monotonic() + minutes * 60
+    rounds, faults, is_over = 0, [], False
+    async with stage.traffic() as traffic:
+        load = asyncio.create_task(
+            traffic.many(_again(asks, seed, 1 << 30), 4, lambda: is_over)
+        )
+        try:
+            while rounds < num and time.monotonic() < end:
+                for service in ("tokenizer", "prefill", "decode", "draft", "router"):
+                    done = await asyncio.to_thread(
+                        decant, "restart", service, "--run-dir", str(stage.real.run_dir)
+                    )
+                    if done.returncode:
+                        faults.append(f"restart {service}: {done.stderr[:300]}")
+                rounds += 1
+        finally:
+            is_over = True
+            await load
+        answers = traffic.answers
+    result: Result = {"rounds": rounds, "restarts": rounds * 5, **stage.compare(answers)}
+    result |= {"calm_ttft_p99_s": _waits(calm)["ttft_p99_s"], **_waits(answers)}
+    rest = await stage.rest(answers)
+    rest["faults"] += faults
+    return result | rest
+
+
+async def poison(stage: Stage, seed: int, num: int, minutes: float) -> Result:
+    """One request that ends decode in every step that holds it, among fifteen others.
+
+    The set was started with ``poison_settings()``.
+    """
+    asks = mix.long(seed, 15, stage.real.model, 120)
+    await stage.learn(asks)
+    (bad,) = mix.long(seed + 1, 1, stage.real.model, 120)
+    bad.body["seed"] = POISON_SEED
+    async with stage.traffic() as traffic:
+        others = [asyncio.create_task(traffic.ask(a)) for a in asks]
+        await asyncio.sleep(0.3)
+        answer = await traffic.ask(bad)
+        answers = [await other for other in others]
+    result: Result = {
+        "poison": f"{answer.status} {answer.code} x-should-retry={answer.should_retry!r}",
+        "is_failed": answer.code == "poison_request" and answer.status in (200, 500),
+        **stage.compare(answers),
+        **_waits(answers),
+    }
+    rest = await stage.rest([*answers, answer])
+    if not result["is_failed"]:
+        rest["faults"].append(f"the poison ended with {answer.error or answer.transcript}")
+    return result | rest
+
+
+POISON_SEED = 666_777
+
+
+def poison_environment() -> dict[str, str]:
+    return {"DECANT_FAILPOINT": f"decode.before_step:exit?{POISON_SEED}"}
+
+
+async def points(
+    stage: Stage, seed: int, num: int, minutes: float, folder: Path, which: tuple[str, ...] = POINTS
+) -> Result:
+    """R3: a death at every failpoint of every process, ``num`` times each.
+
+    folder: the set's DECANT_FAILPOINT_DIR.
+    """
+    rng = Random(seed)
+    asks = mix.make(seed, DISTINCT // 2, stage.real.model)
+    await stage.learn(asks)
+    end = time.monotonic() + minutes * 60
+    answers: list[Answer] = []
+    fired: list[str] = []
+    silent: list[str] = []
+    todo = [point for point in which for _ in range(num)]
+    rng.shuffle(todo)
+    slowest = (0.0, "")
+    num_done = 0
+    for point in todo:
+        if time.monotonic() > end:
+            break
+        num_done += 1
+        path = folder / point
+        path.write_text(f"{rng.choice(['kill', 'kill', 'exit'])}@{rng.randint(1, 3)}")
+        until = time.monotonic() + 20.0
+        async with stage.traffic() as traffic:
+
+            def is_over(path: Path = path, until: float = until) -> bool:
+                return not path.exists() or time.monotonic() > until
+
+            began = time.monotonic()
+            await traffic.many(_again(asks, rng.randrange(1 << 30), 1 << 30), 4, is_over)
+            answers += traffic.answers
+        if path.exists():
+            path.unlink()
+            silent.append(point)
+        else:
+            fired.append(point)
+        await asyncio.to_thread(stage.real.wait_ready)
+        slowest = max(slowest, (time.monotonic() - began, point))
+    result: Result = {
+        "pairs": len(which),
+        "planned": len(todo),
+        "done": num_done,
+        "fired": len(fired),
+        "points": len(set(fired)),
+        "silent": sorted(silent),
+        "slowest_s": round(slowest[0], 1),
+        "slowest": slowest[1],
+        **stage.compare(answers),
+    }
+    return result | await stage.rest(answers)
+
+
+async def recovery(stage: Stage, seed: int, num: int, minutes: float) -> Result:
+    """From the death of decode to the next token of each of eight streams, ``num`` times."""
+    end = time.monotonic() + minutes * 60
+    waits: list[float] = []
+    answers: list[Answer] = []
+    rounds = 0
+    asks = mix.long(seed, 8, stage.real.model, 300)
+    await stage.learn(asks)
+    while rounds < num and time.monotonic() < end:
+        rounds += 1
+        async with stage.traffic() as traffic:
+            tasks = [asyncio.create_task(traffic.ask(a)) for a in asks]
+            while sum(bool(a.arrivals_s) for a in traffic.answers) < len(asks):
+                await asyncio.sleep(0.05)
+            await asyncio.to_thread(stage.real.kill, "decode-0")
+            killed_s = time.monotonic()
+            found = [await task for task in tasks]
+        answers += found
+        # NOTE: what was under way to the client still arrives at once; the pause begins after it.
+        for answer in found:
+            gaps = [
+                (b - a, b)
+                for a, b in itertools.pairwise(answer.arrivals_s)
+                if b > killed_s and a < killed_s + 1.0
+            ]
+            if gaps:
+                waits.append(max(gaps)[1] - killed_s)
+        await asyncio.to_thread(stage.real.wait_ready)
+    result: Result = {
+        "rounds": rounds,
+        "recovered_streams": len(waits),
+        "recovery_p50_s": round(p(waits, 0.5), 2),
+        "recovery_max_s": round(max(waits, default=0.0), 2),
+        **stage.compare(answers),
+    }
+    return result | await stage.rest(answers)
