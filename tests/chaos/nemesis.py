@@ -1,6 +1,6 @@
 """Disturbs a running set on a seeded schedule: kill -9, SIGTERM, SIGSTOP for a while.
 
-A victim is a process of supervisord, by its pid at that moment; what was done is kept with its time.
+A victim is a process of supervisord, by its pid at that moment; what was done is kept, and when.
 """
 
 from __future__ import annotations
@@ -42,12 +42,18 @@ class Nemesis:
         number: signal.Signals = signal.SIGKILL,
         stopped_s: float = 0.0,
         most: int = 1 << 30,
+        rest_s: float = 0.0,
+        until_s: float = float("inf"),
     ) -> None:
-        """number: the signal. stopped_s: after a SIGSTOP, for SIGCONT (if it still exists)."""
+        """number: the signal. stopped_s: after a SIGSTOP, for SIGCONT (if it still exists).
+        rest_s: a victim has been the router's member for so long (0: whatever runs is struck).
+        until_s: CLOCK_MONOTONIC, then it stops.
+        """
         self.deeds: list[Deed] = []
         self._real, self._random = real, Random(seed)
         self._period_s, self._victims, self._most = period_s, victims, most
-        self._number, self._stopped_s = number, stopped_s
+        self._number, self._stopped_s, self._rest_s = number, stopped_s, rest_s
+        self._until_s = until_s
         self._continue: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Nemesis:
@@ -65,24 +71,40 @@ class Nemesis:
 
     async def _work(self) -> None:
         due = time.monotonic()
-        while len(self.deeds) < self._most:
+        while len(self.deeds) < self._most and time.monotonic() < self._until_s:
             due += self._period_s
             await asyncio.sleep(max(0.0, due - time.monotonic()))
             deed = None
             while deed is None:  # of who runs now
                 deed = await asyncio.to_thread(self._strike, self._random.choice(self._victims))
                 if deed is None:
-                    await asyncio.sleep(0.05)
+                    await asyncio.sleep(0.1)
             self.deeds.append(deed)
             if self._number is signal.SIGSTOP:
                 task = asyncio.create_task(self._release(deed.pid))
                 self._continue.add(task)
                 task.add_done_callback(self._continue.discard)
 
+    def _has_rested(self, victim: str, pid: int) -> bool:
+        if not self._rest_s:
+            return True
+        try:
+            state = self._real.state()
+        except Exception:  # the router is away, or starting
+            return False
+        if not state["is_ready"]:
+            return False
+        if victim == "router-0":
+            return True
+        return any(
+            x["pid"] == pid and x["uptime_s"] >= self._rest_s and not x["is_on_probation"]
+            for x in state["processes"]
+        )
+
     def _strike(self, victim: str) -> Deed | None:
         for info in SupervisorClient(self._real.run_dir).processes():
             pid = int(info["pid"])
-            if info["name"] == victim and pid:
+            if info["name"] == victim and pid and self._has_rested(victim, pid):
                 try:
                     os.kill(pid, self._number)
                 except ProcessLookupError:

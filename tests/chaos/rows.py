@@ -11,9 +11,11 @@ import itertools
 import signal
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from random import Random
 
+import census
 import mix
 from mix import Ask
 from nemesis import WORKERS, Nemesis
@@ -71,18 +73,25 @@ def _gap(pair: tuple[float, float]) -> float:
     return pair[1] - pair[0]
 
 
+def _is_past(at_s: float) -> bool:
+    return time.monotonic() > at_s
+
+
 async def under(
     stage: Stage,
-    nemesis: Nemesis,
     asks: list[Ask],
     seed: int,
     num: int,
     deeds: int,
     minutes: float,
+    period_s: float,
+    victims: tuple[str, ...] = WORKERS,
+    rest_s: float = 0.0,
 ) -> Result:
-    """Load until ``num`` requests were answered and ``deeds`` are done, at most ``minutes``."""
+    """Load until ``num`` requests are answered and ``deeds`` kills are done, or time is over."""
     await stage.learn(asks)
     end = time.monotonic() + minutes * 60
+    nemesis = Nemesis(stage.real, seed, period_s, victims, most=deeds, rest_s=rest_s, until_s=end)
     began = time.monotonic()
 
     def is_over() -> bool:
@@ -93,30 +102,37 @@ async def under(
         async with nemesis:
             await traffic.many(_again(asks, seed, 1 << 30), AT_ONCE, is_over)
         answers = traffic.answers
-    result = {"seconds": round(time.monotonic() - began, 1), "deeds": len(nemesis.deeds)}
+    result: Result = {"seconds": round(time.monotonic() - began, 1), "deeds": len(nemesis.deeds)}
     result |= {"by_victim": nemesis.by_victim, **stage.compare(answers), **_waits(answers)}
     return result | await stage.rest(answers)
 
 
-async def kills(stage: Stage, seed: int, num: int, minutes: float, period_s: float = 3.0) -> Result:
+async def kills(
+    stage: Stage,
+    seed: int,
+    num: int,
+    minutes: float,
+    period_s: float = 3.0,
+    rest_s: float = 0.0,
+) -> Result:
     """R1: kill -9 of a random process every three seconds, under every kind of request."""
     asks = mix.make(seed, DISTINCT, stage.real.model)
-    nemesis = Nemesis(stage.real, seed, period_s)
-    return await under(stage, nemesis, asks, seed, num, num // 20, minutes)
+    deeds = max(1, num // 20)
+    return await under(stage, asks, seed, num, deeds, minutes, period_s, rest_s=rest_s)
 
 
 async def constrained(stage: Stage, seed: int, num: int, minutes: float) -> Result:
     """R12: decode dies while grammar, tools, n = 4, penalties and speculation are in use."""
     asks = mix.make(seed, DISTINCT // 2, stage.real.model, mix.CONSTRAINED)
-    nemesis = Nemesis(stage.real, seed, 6.0, ("decode-0",))
-    return await under(stage, nemesis, asks, seed, num, max(1, num // 20), minutes)
+    deeds = max(1, num // 20)
+    return await under(stage, asks, seed, num, deeds, minutes, 4.0, ("decode-0",), 1.0)
 
 
 async def flapping(stage: Stage, seed: int, num: int, minutes: float) -> Result:
     """R13: the draft dies every second, or as soon as it runs again."""
     asks = mix.make(seed, DISTINCT // 2, stage.real.model)
-    nemesis = Nemesis(stage.real, seed, 1.0, ("draft-0",))
-    return await under(stage, nemesis, asks, seed, num, 3, minutes)
+    deeds = max(3, num // 10)
+    return await under(stage, asks, seed, num, deeds, minutes, 1.0, ("draft-0",), 0.2)
 
 
 async def stops(stage: Stage, seed: int, num: int, minutes: float, stop_s: float = 20.0) -> Result:
@@ -136,7 +152,7 @@ async def stops(stage: Stage, seed: int, num: int, minutes: float, stop_s: float
         async with stage.traffic() as traffic:
             async with nemesis:
                 source = _again(asks, seed, 1 << 30)
-                await traffic.many(source, 4, lambda until=until: time.monotonic() > until)
+                await traffic.many(source, 4, partial(_is_past, until))
             answers += traffic.answers
             pauses[victim] = _waits(traffic.answers)["pause_max_s"]
         await asyncio.to_thread(stage.real.wait_ready)
@@ -193,9 +209,7 @@ async def rolling(stage: Stage, seed: int, num: int, minutes: float) -> Result:
     end = time.monotonic() + minutes * 60
     rounds, faults, is_over = 0, [], False
     async with stage.traffic() as traffic:
-        load = asyncio.create_task(
-            traffic.many(_again(asks, seed, 1 << 30), 4, lambda: is_over)
-        )
+        load = asyncio.create_task(traffic.many(_again(asks, seed, 1 << 30), 4, lambda: is_over))
         try:
             while rounds < num and time.monotonic() < end:
                 for service in ("tokenizer", "prefill", "decode", "draft", "router"):
@@ -339,3 +353,19 @@ async def recovery(stage: Stage, seed: int, num: int, minutes: float) -> Result:
         **stage.compare(answers),
     }
     return result | await stage.rest(answers)
+
+
+async def soak(stage: Stage, seed: int, num: int, minutes: float) -> Result:
+    """R14: load for as long as there is time, a kill every minute; memory must not grow."""
+    asks = mix.make(seed, DISTINCT, stage.real.model)
+    await stage.learn(asks)
+    async with stage.traffic() as traffic:  # caches fill
+        await traffic.many(_again(asks, seed + 1, 200), 4)
+    first = await asyncio.to_thread(census.take, stage.real)
+    period_s = min(60.0, minutes * 10)
+    result = await under(stage, asks, seed, 1 << 30, 1 << 30, minutes, period_s)
+    last = await asyncio.to_thread(census.take, stage.real)
+    result["rss_growth"] = {
+        name: round(last.rss[name] / max(1, first.rss.get(name, 1)) - 1, 3) for name in last.rss
+    }
+    return result

@@ -1,4 +1,4 @@
-"""A running set under test: the oracle, the comparison with it, and the state of rest afterwards."""
+"""A running set under test: the oracle, the comparison with it, and its rest afterwards."""
 
 from __future__ import annotations
 
@@ -42,6 +42,9 @@ class Stage:
                 assert answer.is_ok, answer
                 assert is_valid(answer.ask, answer.transcript), answer
                 self.transcripts[answer.ask.key] = answer.transcript
+        if todo:  # some processes are started by the first request that needs them
+            await asyncio.to_thread(self.real.wait_clean)
+            self.before = await asyncio.to_thread(census.take, self.real)
 
     def compare(self, answers: list[Answer]) -> Result:
         """Counts of what differs from the oracle, with examples."""
@@ -64,7 +67,7 @@ class Stage:
             ]
         if wrong:
             result["differences"] = [
-                f"{a.rid} {a.ask.kind}: {a.transcript[:400]} not {self.transcripts[a.ask.key][:400]}"
+                f"{a.rid}: {a.transcript[:400]} not {self.transcripts[a.ask.key][:400]}"
                 for a in wrong[:SHOWN]
             ]
         return result

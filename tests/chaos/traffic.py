@@ -48,7 +48,7 @@ class _Parts:
         self.usage: dict[str, Any] | None = None
 
     def choice(self, index: int) -> dict[str, Any]:
-        empty = {"reasoning": "", "content": "", "calls": [], "finish": None}
+        empty: dict[str, Any] = {"reasoning": "", "content": "", "calls": [], "finish": None}
         return self.choices.setdefault(index, empty)
 
     def add(self, chunk: dict[str, Any]) -> bool:

@@ -1,0 +1,125 @@
+"""The rows of the reliability table that flood: more requests than can be served, and readers that
+do not read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import socket
+import time
+from collections import Counter
+from random import Random
+
+import census
+import mix
+from stage import Result, Stage, p
+from traffic import Answer
+
+OVERLOAD = ("router.max_queued=8", "gateway.max_requests=40", "router.canary=false")
+SLOW = ("gateway.slow_reader_s=4", "gateway.max_requests=256")
+REFUSAL_S = 0.1
+STREAMS = 12
+
+
+async def overload(stage: Stage, seed: int, num: int, minutes: float) -> Result:
+    """R7: five times what can be served, open loop; who is refused is told so at once."""
+    asks = mix.make(seed, 40, stage.real.model, mix.PLAIN)
+    await stage.learn(asks)
+    rng = Random(seed)
+    calm_s = max(8.0, minutes * 60 / 5)
+    async with stage.traffic() as traffic:
+        until = time.monotonic() + calm_s
+        source = (rng.choice(asks) for _ in range(1 << 30))
+        calm = await traffic.many(source, STREAMS, lambda: time.monotonic() > until)
+        seconds = time.monotonic() - (until - calm_s)
+    peak = sum(a.is_ok for a in calm) / seconds
+    rss = await asyncio.to_thread(census.take, stage.real)
+    flood_s = max(10.0, minutes * 60 * 3 / 5)
+    async with stage.traffic() as traffic:
+        began, tasks = time.monotonic(), []
+        due = began
+        while due < began + flood_s:
+            await asyncio.sleep(max(0.0, due - time.monotonic()))
+            tasks.append(asyncio.create_task(traffic.ask(rng.choice(asks))))
+            due += rng.expovariate(5 * peak)
+        await asyncio.wait(tasks)
+        seconds = time.monotonic() - began
+        answers = traffic.answers
+    after = await asyncio.to_thread(census.take, stage.real)
+    refused = [a for a in answers if a.status in (429, 503)]
+    served = [a for a in answers if a.status not in (429, 503)]
+    faults = []
+    silent = [a for a in refused if not a.retry_after]
+    if silent:
+        faults.append(f"{len(silent)} refusals without Retry-After")
+    goodput = sum(a.is_ok for a in served) / seconds
+    result: Result = {
+        "peak_per_s": round(peak, 2),
+        "offered_per_s": round(len(answers) / seconds, 2),
+        "goodput_per_s": round(goodput, 2),
+        "goodput_share": round(goodput / peak, 3) if peak else 0,
+        "statuses": dict(Counter(a.status for a in answers)),
+        "refusal_p50_ms": round(p([a.ended_s - a.sent_s for a in refused], 0.5) * 1e3, 1),
+        "refusal_p99_ms": round(p([a.ended_s - a.sent_s for a in refused], 0.99) * 1e3, 1),
+        "rss_growth_mb": round(sum(after.rss[n] - rss.rss.get(n, 0) for n in after.rss) / 1e6, 1),
+        **stage.compare(served),
+    }
+    rest = await stage.rest(answers)
+    rest["faults"] += faults
+    return result | rest
+
+
+def _not_reading(stage: Stage, seed: int) -> socket.socket:
+    """A streamed request whose answer is never read."""
+    (ask,) = mix.long(seed, 1, stage.real.model, 6000)
+    body = json.dumps(ask.body).encode()
+    host, _, port = stage.real.url.removeprefix("http://").partition(":")
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.settimeout(10)
+    connection.connect((host, int(port)))
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    connection.sendall(head.encode() + body)
+    return connection
+
+
+def _itl(answers: list[Answer]) -> list[float]:
+    return [b - a for answer in answers for a, b in itertools.pairwise(answer.arrivals_s)]
+
+
+async def slow_readers(stage: Stage, seed: int, num: int, minutes: float) -> Result:
+    """R8: ``num`` clients that never read, beside four that do."""
+    asks = mix.make(seed, 20, stage.real.model, mix.PLAIN)
+    await stage.learn(asks)
+    seconds = max(6.0, minutes * 15)
+
+    async def others() -> list[Answer]:
+        until = time.monotonic() + seconds
+        async with stage.traffic() as traffic:
+            source = itertools.cycle(asks)
+            return await traffic.many(source, 4, lambda: time.monotonic() > until)
+
+    calm = await others()
+    before = await asyncio.to_thread(census.take, stage.real)
+    connections = [await asyncio.to_thread(_not_reading, stage, seed + i) for i in range(num)]
+    disturbed = await others()
+    peak = await asyncio.to_thread(census.take, stage.real)
+    growth = (peak.rss["gateway-0"] - before.rss["gateway-0"]) / 1e6
+    began = time.monotonic()
+    for connection in connections:
+        connection.close()
+    result: Result = {
+        "readers": len(connections),
+        "itl_p99_calm_ms": round(p(_itl(calm), 0.99) * 1e3, 1),
+        "itl_p99_ms": round(p(_itl(disturbed), 0.99) * 1e3, 1),
+        "gateway_rss_growth_mb": round(growth, 1),
+        **stage.compare(disturbed),
+    }
+    rest = await stage.rest(disturbed, 60.0)
+    if growth > 100:
+        rest["faults"].append(f"the gateway grew by {growth:.0f} MB")
+    result["gone_s"] = round(time.monotonic() - began, 1)
+    return result | rest
