@@ -53,7 +53,7 @@ bench: $(VENV)/.$(EXTRAS)
 	$(BIN)/decant bench $(ARGS)
 
 chaos: $(VENV)/.test
-	DECANT_CHAOS_SCALE=$${DECANT_CHAOS_SCALE:-80} $(BIN)/python -m pytest -q -s tests/chaos $(ARGS)
+	$(BIN)/python tests/chaos/run_all.py $(ARGS)
 
 demo-weights: $(VENV)/.$(EXTRAS)
 	$(BIN)/python -P -m decant.engine.demo.recipe --out build/demo $(ARGS)

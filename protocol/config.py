@@ -60,7 +60,7 @@ class RouterConfig:
     dead_s: float = 10.0  # without a heartbeat: fenced, its requests resume elsewhere
     stall_s: float = 30.0  # busy without a step: fenced
     drain_s: float = 30.0  # a stopping process may finish its work for so long
-    max_resumes: int = 16  # of one request; then it fails
+    max_resumes: int = 16  # of one request without a new token in between; then it fails
     resumes_per_s: float = 50.0  # of all requests; more wait (bursts up to four seconds' worth)
     canary: bool = True  # a request of the router itself, before ready and when idle
     canary_s: float = 10.0  # between two canaries

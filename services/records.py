@@ -94,6 +94,8 @@ class Record:
         self.alone_in: frozenset[str] = frozenset()  # placed in isolation at these
         self.failed: m.Failed | None = None
         self._max_resumes = max_resumes
+        self._num_fruitless = 0  # resumes since the client got a token
+        self._num_emitted = 0  # ids that the client had at the last resume
         self._born_s = now
         self._deadline_s = generate.deadline_ms / 1e3 if generate.deadline_ms else now + timeout_s
         self._queue_until_s = now + queue_timeout_s
@@ -457,8 +459,12 @@ class Record:
             return self.fail("canary_lost", cause, 500, now)
         if cause != "preempted":
             self.num_resumes += 1
-            if self.num_resumes > self._max_resumes:
-                message = f"the request was interrupted {self.num_resumes} times, last: {cause}"
+            self._num_fruitless += 1
+            if self._num_fruitless > self._max_resumes:
+                message = (
+                    f"the request was interrupted {self._num_fruitless} times without a new token,"
+                    f" last: {cause}"
+                )
                 return self.fail("too_many_resumes", message, 500, now)
         out: list[Decision] = [Count("resumes", (cause, stage.name.lower()))]
         out += self._drop_attempt(self.attempt + 1, now)
@@ -588,6 +594,9 @@ class Record:
         if begin != len(ids):
             raise ValueError(f"{len(ids)} bytes of ids, {begin} announced")
         self._choices, self._ids = list(states.values()), taken
+        num_emitted = sum(state.num_ids + state.is_finished for state in states.values())
+        if num_emitted > self._num_emitted:
+            self._num_emitted, self._num_fruitless = num_emitted, 0
 
     # ---- inside: debts and ends
 

@@ -212,6 +212,20 @@ def test_too_many_resumes_fail() -> None:
     assert record.failed is not None and record.failed.code == "too_many_resumes"
 
 
+def test_resumes_with_progress_may_be_many() -> None:
+    """A long stream outlives any number of deaths, as long as tokens come in between."""
+    record = make()
+    record.start(100.0)
+    for number in range(40):
+        decoding(record)
+        record.worker_died(D, False, 100.0)
+        assert record.failed is None, number
+        ids = pack_ids(range(number // 2))
+        answer = m.Emitted("r", record.attempt, [m.ChoiceState(0, number // 2)])
+        record.emitted(answer, ids, 100.0)
+    assert record.num_resumes == 40
+
+
 @pytest.mark.parametrize("step", ["queued", "reserving", "prefilling", "decoding", "resuming"])
 def test_the_deadline_holds_in_every_state(step: str) -> None:
     record = make(deadline_ms=130_000)
