@@ -74,7 +74,8 @@ async def overload(stage: Stage, seed: int, num: int, minutes: float) -> Result:
 def _not_reading(stage: Stage, seed: int) -> socket.socket:
     """A streamed request whose answer is never read."""
     (ask,) = mix.long(seed, 1, stage.real.model, 6000)
-    body = json.dumps(ask.body).encode()
+    # Logprobs make every token some kilobytes, so that buffers fill soon.
+    body = json.dumps({**ask.body, "logprobs": True, "top_logprobs": 20}).encode()
     host, _, port = stage.real.url.removeprefix("http://").partition(":")
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -111,7 +112,9 @@ async def slow_readers(stage: Stage, seed: int, num: int, minutes: float) -> Res
     began = time.monotonic()
     for connection in connections:
         connection.close()
+    cut = await asyncio.to_thread(census.log_events, stage.real, "gateway-0", "slow reader cut")
     result: Result = {
+        "cut": len(cut),
         "readers": len(connections),
         "itl_p99_calm_ms": round(p(_itl(calm), 0.99) * 1e3, 1),
         "itl_p99_ms": round(p(_itl(disturbed), 0.99) * 1e3, 1),

@@ -97,7 +97,9 @@ class Nemesis:
         if victim == "router-0":
             return True
         return any(
-            x["pid"] == pid and x["uptime_s"] >= self._rest_s and not x["is_on_probation"]
+            x["pid"] == pid
+            and x["uptime_s"] >= self._rest_s
+            and not (x["is_on_probation"] and x["service"] in ("decode", "prefill"))
             for x in state["processes"]
         )
 

@@ -166,21 +166,32 @@ async def cancels(stage: Stage, seed: int, num: int, minutes: float) -> Result:
     asks = mix.make(seed, DISTINCT, stage.real.model)
     asks += mix.long(seed + 1, DISTINCT, stage.real.model, 400)
     end = time.monotonic() + minutes * 60
-    num_left = num_ended = 0
+    num_left = num_ended = num_decoding = 0
     answers: list[Answer] = []
 
     async def leave(traffic: Traffic) -> None:
-        nonlocal num_left, num_ended
+        nonlocal num_left, num_ended, num_decoding
         while num_left < num and time.monotonic() < end:
-            task = asyncio.create_task(traffic.ask(rng.choice(asks)))
-            done, _ = await asyncio.wait({task}, timeout=rng.choice([0.0, 0.01, 0.1, 0.5, 1.5])
-                                         * rng.random())  # fmt: skip
-            if done:
+            is_far, most = asyncio.Event(), rng.randint(1, 40)
+
+            async def arrived(answer: Answer, far: asyncio.Event = is_far, at: int = most) -> None:
+                if len(answer.arrivals_s) >= at:
+                    far.set()
+
+            task = asyncio.create_task(traffic.ask(rng.choice(asks), arrived))
+            if rng.random() < 0.5:  # while it decodes, after some tokens
+                other = asyncio.create_task(is_far.wait())
+                await asyncio.wait({task, other}, return_when=asyncio.FIRST_COMPLETED)
+                other.cancel()
+            else:  # before and around the first token
+                await asyncio.wait({task}, timeout=rng.choice([0.0, 0.01, 0.1, 0.5]) * rng.random())
+            if task.done():
                 num_ended += 1
                 continue
             task.cancel()
             await asyncio.wait({task})
             num_left += 1
+            num_decoding += is_far.is_set()
 
     began = time.monotonic()
     async with stage.traffic() as traffic:
@@ -191,6 +202,7 @@ async def cancels(stage: Stage, seed: int, num: int, minutes: float) -> Result:
     seconds = time.monotonic() - began
     failed = [a for a in answers if a.error.startswith("{") and a.code != "queue_full"]
     result: Result = {"seconds": round(seconds, 1), "cancelled": num_left, "ended": num_ended}
+    result["cancelled_after_tokens"] = num_decoding
     result["failed"] = len(failed)
     result["errors"] = [f"{a.status} {a.error}" for a in failed[:3]]
     left_s = time.monotonic()
@@ -238,7 +250,7 @@ async def poison(stage: Stage, seed: int, num: int, minutes: float) -> Result:
     asks = mix.long(seed, 15, stage.real.model, 120)
     await stage.learn(asks)
     (bad,) = mix.long(seed + 1, 1, stage.real.model, 120)
-    bad.body |= {"seed": POISON_SEED, "stream": False}  # so that its status is still to come
+    bad.body.update(seed=POISON_SEED, stream=False)  # so that its status is still to come
     del bad.body["stream_options"]
     async with stage.traffic() as traffic:
         others = [asyncio.create_task(traffic.ask(a)) for a in asks]

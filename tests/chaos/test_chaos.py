@@ -24,11 +24,17 @@ MINUTES = 2.0  # at most, on a slow machine
 pytestmark = pytest.mark.timeout(400)
 
 
-def play(job: Callable[..., Awaitable[Result]], stage: Stage, num: int, **more: Any) -> Result:
+def play(
+    job: Callable[..., Awaitable[Result]],
+    stage: Stage,
+    num: int,
+    minutes: float = MINUTES,
+    **more: Any,
+) -> Result:
     """Run a row; it must leave nothing failed, hung, wrong or held."""
 
     async def run() -> Result:
-        return await job(stage, SEED, num, MINUTES, **more)
+        return await job(stage, SEED, num, minutes, **more)
 
     result: Result = {"row": job.__name__, "seed": SEED, **asyncio.run(run())}
     print(line(result))
@@ -64,7 +70,7 @@ def test_one_poisonous_request_fails_alone(stage: Stage) -> None:
 
 def test_clients_that_leave_at_random_moments(stage: Stage) -> None:
     result = play(rows.cancels, stage, 100)
-    assert result["cancelled"] == 100
+    assert result["cancelled"] >= 100
     assert result["baseline_s"] < 2.0 or os.getloadavg()[0] > 4
 
 
@@ -74,8 +80,8 @@ def test_a_stopped_process_is_waited_for(stage: Stage) -> None:
 
 
 def test_readers_that_do_not_read_are_cut(stage: Stage) -> None:
-    result = play(flood.slow_readers, stage, 12)
-    assert result["readers"] == 12
+    result = play(flood.slow_readers, stage, 12, 0.4)
+    assert result["cut"] == result["readers"] == 12
 
 
 def test_mutated_frames_on_every_socket(stage: Stage) -> None:
@@ -86,7 +92,7 @@ def test_mutated_frames_on_every_socket(stage: Stage) -> None:
 def test_overload_is_refused_at_once(start_set: Callable[..., RealSet]) -> None:
     real = start_set(*flood.OVERLOAD)
     try:
-        result = play(flood.overload, Stage(real), 1)
+        result = play(flood.overload, Stage(real), 1, 0.2)
         assert set(result["statuses"]) <= {200, 429, 503} and 429 in result["statuses"]
     finally:
         real.stop()
