@@ -299,6 +299,11 @@ def milliseconds(run: Callable[[], object], times: int) -> list[float]:
     return [round(float(v), 3) for v in np.percentile(took[3:], [50, 10, 90])]
 
 
+def measured_device() -> torch.device:
+    """With its index: pools are allocated on a numbered device."""
+    return torch.device(device_name(), 0) if device_name() == "cuda" else torch.device("cpu")
+
+
 def step_rows(num: int, size: int, length: int, pages_each: int) -> list[SlotRows]:
     return [
         SlotRows(
@@ -388,7 +393,7 @@ def section_wide(args: argparse.Namespace) -> Report:
 
     # beyond 2,050 tokens the indexer has to choose
     cuda = device_name() == "cuda"
-    return compare_kernels(torch.device(device_name()), None, 2300 if cuda else 40)
+    return compare_kernels(measured_device(), None, 2300 if cuda else 40)
 
 
 def section_rank(args: argparse.Namespace) -> Report:
@@ -397,7 +402,7 @@ def section_rank(args: argparse.Namespace) -> Report:
 
     cuda = device_name() == "cuda"
     layers, context = (43, 8192) if cuda else (3, 300)
-    return time_rank(torch.device(device_name()), args.kernels, layers, context, 75)
+    return time_rank(measured_device(), args.kernels, layers, context, 75)
 
 
 def section_pull(args: argparse.Namespace) -> Report:
