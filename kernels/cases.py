@@ -19,6 +19,7 @@ from decant.kernels import (
     indexer,
     kv_store,
     mhc,
+    page_copy,
     sampling,
     sparse_mla_decode,
     wo_a,
@@ -126,9 +127,13 @@ def linear(arch: str, tokens: int, n: int, k: int) -> Problem:
     one = torch.ones((), device="cuda")
     out = torch.empty(tokens, n, dtype=torch.bfloat16, device="cuda")
     scratch = fp8_linear.workspace(n, 64, "cuda")
+    room = None
+    if tokens > 64:
+        room = (torch.empty_like(x, dtype=torch.float8_e4m3fn), torch.empty(k // 128, tokens))
+        room = (room[0], room[1].cuda())
 
     def run(i: int) -> None:
-        fp8_linear.fp8_linear(x, weights[i], scale, scratch, out, arch)
+        fp8_linear.fp8_linear(x, weights[i], scale, scratch, out, arch, quantised=room)
 
     def error() -> float:
         out.fill_(float("nan"))
@@ -261,6 +266,69 @@ def attention(arch: str, rows: int, kind: int, context: int) -> Problem:
         error,
         6e-3,
     )
+
+
+def prefill_attention(arch: str, tokens: int, kind: int) -> Problem:
+    """The last ``tokens`` queries of one sequence twice as long; their window keys stand in one
+    buffer, each query has its own 512 selected entries (CSA) or sees all (HCA).
+    """
+    ratio = HCA_RATIO if kind == sparse_mla_decode.ALL else CSA_RATIO
+    layout, context = page_layout((ratio,), PAGE_TOKENS), 2 * tokens
+    slots_layout = slot_layout((ratio,), tokens)
+    part, window = layout.keys[0], slots_layout.window[0]
+    pages = torch.empty(context // PAGE_TOKENS, layout.stride, dtype=torch.uint8, device="cuda")
+    slots = torch.empty(1, slots_layout.stride, dtype=torch.uint8, device="cuda")
+    for extents, where in ((pages, part), (slots, window)):
+        _random_rows(extents)
+        rows_of = extents[:, where.offset : where.scale_offset].unflatten(1, (where.rows, -1))
+        rope = torch.randn(extents.shape[0], where.rows, 64, device="cuda").bfloat16()
+        rows_of[:, :, 448:] = rope.view(torch.uint8)
+        begin, end = where.scale_offset, where.scale_offset + 8 * where.rows
+        extents[:, begin:end] = torch.randint(
+            120, 128, (extents.shape[0], end - begin), dtype=torch.uint8, device="cuda"
+        )
+    table = torch.randperm(context // PAGE_TOKENS, device="cuda").int()[None]
+    positions = torch.arange(tokens, context, device="cuda").int()
+    visible = (positions + 1) // ratio
+    q = torch.randn(tokens, HEADS, 512, device="cuda").bfloat16()
+    sink = torch.randn(HEADS, device="cuda")
+    out = torch.empty(tokens, HEADS, 512, dtype=torch.bfloat16, device="cuda")
+    scratch = sparse_mla_decode.workspace(tokens, HEADS, kind, arch, "cuda")
+    selected, count = None, None
+    if kind == sparse_mla_decode.SELECTED:
+        order = torch.rand(tokens, context // ratio, device="cuda")
+        order[torch.arange(context // ratio, device="cuda")[None] >= visible[:, None]] = -1.0
+        selected = order.topk(512, -1).indices.sort(-1).values.int()
+        count = torch.full((tokens,), 512, dtype=torch.int32, device="cuda")
+    slot_of_row = torch.zeros(tokens, dtype=torch.int32, device="cuda")
+
+    def run(i: int) -> None:
+        sparse_mla_decode.sparse_mla_decode(
+            q, slots, slots_layout.stride, window, pages, layout.stride, part, slot_of_row,
+            positions, table, sink, scratch, out, arch, ratio=ratio, selected=selected,
+            selected_count=count,
+        )  # fmt: skip
+
+    def error() -> float:
+        out.fill_(float("nan"))
+        run(0)
+        worst = 0.0
+        near, near_scale = read_rows(slots[0], window)
+        read = [read_rows(pages[int(page)], part) for page in table[0]]
+        far = dequantise_keys_ref(torch.cat([d for d, _ in read]), torch.cat([s for _, s in read]))
+        for row in (0, tokens // 3, tokens - 1):
+            last = int(positions[row])
+            ring = torch.arange(last - 127, last + 1, device="cuda") % window.rows
+            wanted = selected[row].long() if selected is not None else slice(int(visible[row]))
+            keys = torch.cat((dequantise_keys_ref(near[ring], near_scale[ring]), far[wanted]))
+            expected = sparse_mla_decode.sparse_mla_decode_ref(q[row : row + 1], [keys], sink)
+            worst = max(worst, relative(out[row : row + 1], expected))
+        return worst if bool(out.isfinite().all()) else float("inf")
+
+    pairs = tokens * 128 + (tokens * 512 if selected is not None else int(visible.sum()))
+    size = 2 * tokens * HEADS * 1024 + context // ratio * ROW_BYTES + tokens * ROW_BYTES
+    name = f"{'CSA' if selected is not None else 'HCA'} prefill rows={tokens}"
+    return Problem("attention", name, 2, run, size, 4 * HEADS * 512 * pairs, error, 6e-3)
 
 
 def boundary(arch: str, tokens: int) -> Problem:
@@ -550,6 +618,30 @@ def draw(arch: str, rows: int, setting: str) -> Problem:
     return Problem("sample", f"{setting} rows={rows}", sets, run, rows * vocab * 4, 0, error, 0.5)
 
 
+def copy(arch: str, tokens: int) -> Problem:
+    """Pages of one request of 43 layers into another pool on the same GPU."""
+    ratios = (0, 0) + (CSA_RATIO, HCA_RATIO) * 20 + (CSA_RATIO,)
+    layout = page_layout(ratios, PAGE_TOKENS)
+    count = tokens // PAGE_TOKENS
+    source = torch.randint(0, 256, (2 * count, layout.stride), dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    a, b = (torch.randperm(2 * count, device="cuda")[:count].int() for _ in range(2))
+
+    def run(i: int) -> None:
+        page_copy.copy_pages(source, target, a, b)
+
+    def error() -> float:
+        target.fill_(0xFF)
+        run(0)
+        return float((target[b.long()] != source[a.long()]).sum())
+
+    def peer(i: int) -> None:
+        target[:count].copy_(source[:count])
+
+    size = 2 * count * layout.stride
+    return Problem("copy", f"tokens={tokens}", 1, run, size, 0, error, 0.5, "copy_", peer)
+
+
 def cases() -> Iterator[Case]:
     """Every case of the benchmark, in the order of their weight in a decode step."""
     for kind in ("mxfp4", "nvfp4"):
@@ -561,6 +653,8 @@ def cases() -> Iterator[Case]:
     yield Case("attention", partial(attention, rows=8, kind=2, context=1 << 20))
     yield Case("attention", partial(attention, rows=64, kind=2, context=1 << 16))
     yield Case("attention", partial(attention, rows=64, kind=0, context=8192))
+    for kind in (sparse_mla_decode.SELECTED, sparse_mla_decode.ALL):
+        yield Case("attention", partial(prefill_attention, tokens=4096, kind=kind))
     for tokens in (1, 16, 64, 4096):
         yield Case("linear", partial(linear, tokens=tokens, n=8192, k=1024))
     yield Case("linear", partial(linear, tokens=64, n=1536, k=4096))
@@ -584,3 +678,4 @@ def cases() -> Iterator[Case]:
             yield Case("compress", partial(compression, rows=64, ratio=ratio, closing=closing))
     for setting in ("greedy", "plain", "top_p"):
         yield Case("sample", partial(draw, rows=64, setting=setting))
+    yield Case("copy", partial(copy, tokens=1 << 16))

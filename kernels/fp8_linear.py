@@ -9,7 +9,8 @@ Data sheet
   decode      weight rows are the M operand, 16 rows of x the N operand; K split over programs,
               partial sums
               added in split order by the last program of an output tile (which clears its counter)
-  prefill     the same kernel, one split, wide token tiles
+  prefill     activations are quantised by a launch of their own when the caller gives room for
+              the codes; then the same kernel, one split, wide token tiles
   floor       decode: N * K bytes over the read rate
 """
 
@@ -21,11 +22,13 @@ from decant.kernels.config import Config, lookup
 from decant.kernels.tiles import cast_like, mma, power_of_two_scale, to_e4m3
 
 BLOCK = 128  # scale blocks of the checkpoint
+QUANTISE_ROWS = 32  # rows a program of the quantising launch takes
 
 # architecture -> ((largest number of rows, configuration), ...); splits is the most, see
 # ``splits_for``
 CONFIGS: dict[str, tuple[tuple[int, Config], ...]] = {
     "sm_90": (
+        (4, Config(block_n=64, block_t=16, splits=8, num_warps=4, num_stages=4)),
         (16, Config(block_n=64, block_t=16, splits=8, num_warps=4, num_stages=4)),
         (32, Config(block_n=64, block_t=32, splits=8, num_warps=4, num_stages=4)),
         (64, Config(block_n=64, block_t=64, splits=8, num_warps=4, num_stages=3)),
@@ -69,12 +72,32 @@ def fp8_linear_ref(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -
 
 
 @triton.jit(do_not_specialize=["tokens"])
+def _quantise_kernel(
+    x, codes, factors, tokens, x_stride, K: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """e4m3 codes [T, K] and their scales [K / 128, T] for one (128 channels, token tile)."""
+    block = tl.program_id(0)
+    token = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+    live = token < tokens
+    k = block * BLOCK_K + tl.arange(0, BLOCK_K)
+    token64 = token.to(tl.int64)
+    v = tl.load(x + token64[:, None] * x_stride + k[None, :], mask=live[:, None], other=0.0)
+    v = v.to(tl.float32)
+    factor, inverse, _ = power_of_two_scale(tl.max(tl.abs(v), axis=1))
+    tl.store(
+        codes + token64[:, None] * K + k[None, :], to_e4m3(v * inverse[:, None]), mask=live[:, None]
+    )
+    tl.store(factors + block.to(tl.int64) * tokens + token, factor, mask=live)
+
+
+@triton.jit(do_not_specialize=["tokens"])
 def _linear_kernel(
-    x, weight, scale, partial, counter, out, tokens, x_stride,
-    N: tl.constexpr, K: tl.constexpr, SPLITS: tl.constexpr,
+    x, factors, weight, scale, partial, counter, out, tokens, x_stride,
+    N: tl.constexpr, K: tl.constexpr, SPLITS: tl.constexpr, QUANTISED: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """out[t, n] for one (n tile, t tile, split)."""
+    """out[t, n] for one (n tile, t tile, split). QUANTISED: x holds e4m3 codes with factors."""
     n_tile = tl.program_id(0)
     t_tile = tl.program_id(1)
     split = tl.program_id(2)
@@ -89,7 +112,6 @@ def _linear_kernel(
     k = tl.arange(0, BLOCK_K)
     w_pointer = weight + n[:, None].to(tl.int64) * K + k[None, :]
     x_pointer = x + token[None, :].to(tl.int64) * x_stride + k[:, None]
-    s_pointer = scale + (n // 128) * K_BLOCKS
     acc = tl.zeros([BLOCK_N, BLOCK_T], dtype=tl.float32)
     for block in range(first, last):
         if SPLITS > 1:
@@ -101,13 +123,23 @@ def _linear_kernel(
             )
         else:
             w = tl.load(w_pointer + block * BLOCK_K, mask=inside[:, None], other=0.0)
-        v = tl.load(x_pointer + block * BLOCK_K, mask=live[None, :], other=0.0).to(tl.float32)
-        factor, inverse, _ = power_of_two_scale(tl.max(tl.abs(v), axis=0))
-        codes = to_e4m3(v * inverse[None, :])
-        w_exponent = tl.load(s_pointer + block, mask=inside, other=0).to(tl.int32)
-        w_factor = (w_exponent << 23).to(tl.float32, bitcast=True)
+        v = tl.load(x_pointer + block * BLOCK_K, mask=live[None, :], other=0.0)
+        if QUANTISED:
+            codes = v
+            factor = tl.load(factors + block * tokens.to(tl.int64) + token, mask=live, other=0.0)
+        else:
+            v = v.to(tl.float32)
+            factor, inverse, _ = power_of_two_scale(tl.max(tl.abs(v), axis=0))
+            codes = to_e4m3(v * inverse[None, :])
         product = mma(w, codes, tl.zeros([BLOCK_N, BLOCK_T], dtype=tl.float32))
-        acc += product * (w_factor[:, None] * factor[None, :])
+        if BLOCK_K % BLOCK_N == 0:  # the tile lies in one scale block
+            w_exponent = tl.load(scale + n_tile * BLOCK_N // 128 * K_BLOCKS + block).to(tl.int32)
+            w_factor = (w_exponent << 23).to(tl.float32, bitcast=True)
+            acc += product * (w_factor * factor)[None, :]
+        else:
+            w_exponent = tl.load(scale + (n // 128) * K_BLOCKS + block, mask=inside, other=0)
+            w_factor = (w_exponent.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+            acc += product * (w_factor[:, None] * factor[None, :])
     o_offset = token[None, :].to(tl.int64) * N + n[:, None]
     o_mask = live[None, :] & inside[:, None]
     if SPLITS == 1:
@@ -160,11 +192,14 @@ def fp8_linear(
     out: torch.Tensor,
     arch: str,
     config: Config | None = None,
+    quantised: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """out [T, N] = x [T, K] W^T.
 
     x bf16 or fp32, last dimension contiguous; weight e4m3 [N, K]; scale uint8 (E8M0) [N / 128, K /
-    128]; out bf16 or fp32. One launch. Raises ValueError for shapes that the blocks do not cover.
+    128]; out bf16 or fp32. quantised (codes e4m3 [T, K], factors fp32 [K / 128, T]) is scratch for
+    many rows: x is then quantised once in a launch of its own, not again by every tile of N; else
+    one launch. Raises ValueError for shapes that the blocks do not cover.
     """
     tokens, k = x.shape
     n = weight.shape[0]
@@ -181,9 +216,27 @@ def fp8_linear(
     partial, counter = scratch if scratch is not None else (None, None)
     if splits > 1 and (partial is None or partial.numel() < splits * tokens * n):
         raise ValueError(f"scratch is too small for {splits} splits of {tokens} x {n}")
+    factors = None
+    if quantised is not None:
+        codes, factors = quantised
+        if codes.shape != x.shape or factors.shape != (k // BLOCK, tokens):
+            raise ValueError(f"room for codes is {tuple(codes.shape)}, not {tuple(x.shape)}")
+        _quantise_kernel[(k // BLOCK, triton.cdiv(tokens, QUANTISE_ROWS))](
+            x,
+            codes,
+            factors,
+            tokens,
+            x.stride(0),
+            K=k,
+            BLOCK_T=QUANTISE_ROWS,
+            BLOCK_K=BLOCK,
+            num_warps=4,
+        )
+        x = codes
     grid = (triton.cdiv(n, config.block_n), triton.cdiv(tokens, config.block_t), splits)
     _linear_kernel[grid](
         x,
+        factors,
         weight,
         scale.view(torch.uint8),
         partial,
@@ -194,6 +247,7 @@ def fp8_linear(
         N=n,
         K=k,
         SPLITS=splits,
+        QUANTISED=quantised is not None,
         BLOCK_N=config.block_n,
         BLOCK_T=config.block_t,
         BLOCK_K=BLOCK,

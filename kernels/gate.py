@@ -18,6 +18,7 @@ from decant.kernels.fp4_moe import TileList, max_tiles
 from decant.kernels.tiles import mma
 
 ROUTED_SCALE = 1.5
+LIST_PAIRS = 16  # pairs a program of the work list places
 SPLIT_K = 8  # shares of the hidden width; fixed, so a row's logits do not depend on the batch
 
 
@@ -115,38 +116,37 @@ def _list_kernel(
     experts, pairs, tile_expert, tile_start, tile_count, num_tiles, num_pairs,
     E: tl.constexpr, BLOCK_P: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One program: counts, offsets, stable positions and tiles. O(pairs^2 / lanes), meant for
-    decode buckets.
+    """The last program makes the tiles from a histogram; every other one finds the places of
+    BLOCK_P pairs by counting the pairs that come before each.
     """
-    e = tl.arange(0, E)
-    counts = tl.zeros([E], dtype=tl.int32)
-    blocks = tl.cdiv(num_pairs, BLOCK_P)
-    for block in range(blocks):
-        p = block * BLOCK_P + tl.arange(0, BLOCK_P)
-        mine = tl.load(experts + p, mask=p < num_pairs, other=-1)
-        counts += tl.sum((mine[None, :] == e[:, None]).to(tl.int32), axis=1)
-    starts = tl.cumsum(counts, 0) - counts
-    tiles = (counts + TILE - 1) // TILE
-    first_tile = tl.cumsum(tiles, 0) - tiles
-    tl.store(num_tiles, tl.sum(tiles, axis=0))
-    most = tl.max(tiles, axis=0)
-    for i in range(most):
-        here = i < tiles
-        tl.store(tile_expert + first_tile + i, e, mask=here)
-        tl.store(tile_start + first_tile + i, starts + i * TILE, mask=here)
-        tl.store(tile_count + first_tile + i, tl.minimum(counts - i * TILE, TILE), mask=here)
-    for block in range(blocks):
+    block = tl.program_id(0)
+    chunk = tl.arange(0, CHUNK)
+    if block == tl.num_programs(0) - 1:
+        e = tl.arange(0, E)
+        counts = tl.zeros([E], dtype=tl.int32)
+        for first in range(0, num_pairs, CHUNK):
+            q = first + chunk
+            other = tl.load(experts + q, mask=q < num_pairs, other=0)
+            counts += tl.histogram(other, E, mask=q < num_pairs)
+        starts = tl.cumsum(counts, 0) - counts
+        tiles = (counts + TILE - 1) // TILE
+        first_tile = tl.cumsum(tiles, 0) - tiles
+        tl.store(num_tiles, tl.sum(tiles, axis=0))
+        most = tl.max(tiles, axis=0)
+        for i in range(most):
+            here = i < tiles
+            tl.store(tile_expert + first_tile + i, e, mask=here)
+            tl.store(tile_start + first_tile + i, starts + i * TILE, mask=here)
+            tl.store(tile_count + first_tile + i, tl.minimum(counts - i * TILE, TILE), mask=here)
+    else:
         p = block * BLOCK_P + tl.arange(0, BLOCK_P)
         valid = p < num_pairs
-        mine = tl.load(experts + p, mask=valid, other=E)
-        # position = pairs of smaller experts + earlier pairs of the same expert
+        mine = (tl.load(experts + p, mask=valid, other=0) << 22) | p  # expert first, then pair
         position = tl.zeros([BLOCK_P], dtype=tl.int32)
-        for other_block in range(tl.cdiv(num_pairs, CHUNK)):
-            q = other_block * CHUNK + tl.arange(0, CHUNK)
+        for first in range(0, num_pairs, CHUNK):
+            q = first + chunk
             other = tl.load(experts + q, mask=q < num_pairs, other=E)
-            before = (other[None, :] < mine[:, None]) | (
-                (other[None, :] == mine[:, None]) & (q[None, :] < p[:, None])
-            )
+            before = ((other << 22) | q)[None, :] < mine[:, None]
             position += tl.sum(before.to(tl.int32), axis=1)
         tl.store(pairs + position, p, mask=valid)
 
@@ -164,13 +164,17 @@ def new_tile_list(
 
 
 def tile_list(experts: torch.Tensor, tiles: TileList, num_experts: int) -> None:
-    """Fill ``tiles`` from experts int32 [T, k]. One launch; num_experts a power of two."""
+    """Fill ``tiles`` from experts int32 [T, k]. One launch; num_experts a power of two and
+    at most 256, at most 2^22 pairs.
+    """
     num_pairs = experts.numel()
+    if num_experts > 256 or num_pairs > 1 << 22:
+        raise ValueError(f"no work list for {num_experts} experts and {num_pairs} pairs")
     if tiles.pairs.numel() != num_pairs or tiles.expert.numel() < max_tiles(
         num_pairs, num_experts, tiles.block_t
     ):
         raise ValueError(f"tile list has room for {tiles.pairs.numel()} pairs, not {num_pairs}")
-    _list_kernel[(1,)](
+    _list_kernel[(triton.cdiv(num_pairs, LIST_PAIRS) + 1,)](
         experts,
         tiles.pairs,
         tiles.expert,
@@ -179,10 +183,10 @@ def tile_list(experts: torch.Tensor, tiles: TileList, num_experts: int) -> None:
         tiles.num_tiles,
         num_pairs,
         E=num_experts,
-        BLOCK_P=32,
-        CHUNK=256,
+        BLOCK_P=LIST_PAIRS,
+        CHUNK=512,
         TILE=tiles.block_t,
-        num_warps=8,
+        num_warps=4,
     )
 
 
@@ -225,7 +229,7 @@ def route(
     num_experts = weight.shape[0]
     if partial.shape != (SPLIT_K, tokens, num_experts):
         raise ValueError(f"partial must be [{SPLIT_K}, {tokens}, {num_experts}]")
-    block_e = min(32, num_experts)
+    block_e = min(16, num_experts)
     block_k = min(128, width // SPLIT_K)
     block_t = 16 if tokens <= 64 else 64
     _logits_kernel[(triton.cdiv(tokens, block_t), num_experts // block_e, SPLIT_K)](

@@ -10,8 +10,9 @@ Data sheet
   plan     one launch a step: entries, tiles and chunks of every row as prefix sums on the device
   logits   a fixed number of programs walks the plan's (row, tile) list; the buffer holds live
            entries only, row after row
-  top-512  per chunk of entries a radix select in registers, then a tournament over a row's chunks;
-           order of the result: ascending entry number; ties: the lower entry wins
+  top-512  per chunk of entries a search for the threshold in registers, bit by bit, then a
+           tournament over a row's chunks; order of the result: ascending entry number; ties: the
+           lower entry wins
   a row with at most 512 entries takes all of them and is not scored
   floor    132 bytes per entry and row over the read rate
 """
@@ -193,24 +194,29 @@ def _ordered(x):
 def _select(key, valid, K: tl.constexpr):
     """Mask of the K largest valid keys (all, if fewer), lower index first among equals. key uint32
     [N].
+
+    The threshold is found bit by bit from the top, one count a bit, and the search ends as soon as
+    exactly K keys reach it.
     """
-    bins = tl.arange(0, 256)
-    count = tl.sum(valid.to(tl.int32), axis=0)
-    want = tl.minimum(count, K)
-    prefix = tl.zeros([1], dtype=tl.uint32)
-    prefix = tl.sum(prefix, axis=0).to(tl.uint32)
-    candidate = valid
-    for digit_index in tl.static_range(4):
-        digit = ((key >> (24 - 8 * digit_index)) & 0xFF).to(tl.int32)
-        histogram = tl.histogram(digit, 256, mask=candidate)
-        at_least = tl.sum(histogram, axis=0) - tl.cumsum(histogram, 0) + histogram
-        chosen = tl.maximum(tl.sum((at_least >= want).to(tl.int32), axis=0) - 1, 0)
-        want -= tl.sum(tl.where(bins > chosen, histogram, 0), axis=0)
-        prefix = (prefix << 8) | chosen.to(tl.uint32)
-        candidate = candidate & (digit == chosen)
-    # candidate: keys equal to the threshold; take the first ``want`` of them
-    rank = tl.cumsum(candidate.to(tl.int32), 0)
-    return (valid & (key > prefix)) | (candidate & (rank <= want))
+    reached = tl.sum(valid.to(tl.int32), axis=0)
+    want = tl.minimum(reached, K)
+    key = tl.where(valid, key, 0)
+    one = (want * 0 + 1).to(tl.uint32)
+    threshold = (want * 0).to(tl.uint32)
+    bit = want * 0 + 31
+    while (bit >= 0) & (reached != want):
+        trial = threshold | (one << bit.to(tl.uint32))
+        count = tl.sum((key >= trial).to(tl.int32), axis=0)
+        threshold = tl.where(count >= want, trial, threshold)
+        reached = tl.where(count >= want, count, reached)
+        bit -= 1
+    chosen = valid & (key >= threshold)
+    if reached != want:  # more keys equal to the threshold than places: the first ones win
+        equal = valid & (key == threshold)
+        above = valid & (key > threshold)
+        places = want - tl.sum(above.to(tl.int32), axis=0)
+        chosen = above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= places))
+    return chosen
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -8,8 +8,8 @@ One boundary ends one site and begins the next:
     u = RMSNorm(sum_j pre_j X'_j)
 
 Data sheet
-  streams  bf16 [T, 4, D], rounded once; everything else fp32; products with fn in fp32, or
-           three-term tf32 for many tokens
+  streams  bf16 [T, 4, D], rounded once; everything else fp32; products with fn in fp32, or,
+           from three tokens on, with fn as three bf16 terms (the streams are bf16 already)
   launches 2: streams and partial products over shares of D (fn is read once a token tile), then
   one program a token
   order    shares are added in share order
@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from decant.kernels.config import Config, lookup
-from decant.kernels.tiles import cast_like, to_bf16
+from decant.kernels.tiles import cast_like, keep_layout, mma, to_bf16
 
 EPS = 1e-6
 STREAMS = 4
@@ -34,7 +34,8 @@ ROUNDS = 20
 CONFIGS: dict[str, tuple[tuple[int, Config], ...]] = {
     arch: (
         (2, Config(block_t=1, block_k=64, splits=64, num_warps=4, num_stages=1)),
-        (256, Config(block_t=4, block_k=64, splits=64, num_warps=4, num_stages=1)),
+        (16, Config(block_t=16, block_k=32, splits=128, num_warps=4, num_stages=1)),
+        (256, Config(block_t=16, block_k=64, splits=64, num_warps=4, num_stages=1)),
         (1 << 30, Config(block_t=64, block_k=32, splits=8, num_warps=8, num_stages=1)),
     )
     for arch in ("sm_90", "sm_120")
@@ -77,13 +78,41 @@ def collapse_ref(x: torch.Tensor, pre: torch.Tensor, norm: torch.Tensor) -> torc
 
 @triton.jit
 def _product(x, fn, acc):
-    """acc [T, 32] + x [T, K] fn^T [K, 32], fp32 in and out; few tokens go through plain
-    multiply-adds.
+    """acc [T, 32] + x [T, K] fn^T, x bf16, fn fp32 [32, K] as the sum of three bf16 terms: every
+    product is exact, what is left of fn is below 2^-24 of it.
     """
-    if x.shape[0] < 16:
-        return acc + tl.sum(x[:, None, :] * fn[None, :, :], axis=2)
-    else:
-        return acc + tl.dot(x, tl.trans(fn), input_precision="tf32x3")
+    high = to_bf16(fn)
+    rest = fn - high.to(tl.float32)
+    middle = to_bf16(rest)
+    low = to_bf16(rest - middle.to(tl.float32))
+    x = keep_layout(x)
+    acc = mma(x, tl.trans(low), acc)
+    acc = mma(x, tl.trans(middle), acc)
+    return mma(x, tl.trans(high), acc)
+
+
+@triton.jit
+def _coefficients(post, comb, token, live, K: tl.constexpr):
+    """post_k and C_0k .. C_3k of some tokens, each [T, 1]."""
+    c = comb + token * 16 + K
+    return (
+        tl.load(post + token * 4 + K, mask=live, other=0.0)[:, None],
+        tl.load(c, mask=live, other=0.0)[:, None],
+        tl.load(c + 4, mask=live, other=0.0)[:, None],
+        tl.load(c + 8, mask=live, other=0.0)[:, None],
+        tl.load(c + 12, mask=live, other=0.0)[:, None],
+    )
+
+
+@triton.jit
+def _combine(p, c0, c1, c2, c3, v, x0, x1, x2, x3):
+    """One new stream, rounded to bf16."""
+    new = p * v
+    new += c0 * x0.to(tl.float32)
+    new += c1 * x1.to(tl.float32)
+    new += c2 * x2.to(tl.float32)
+    new += c3 * x3.to(tl.float32)
+    return to_bf16(new)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -93,7 +122,7 @@ def _combine_kernel(
     BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """streams = X' and partial[split, t, :] = products and sum of squares over the split's
-    channels.
+    channels. All loads of a step stand before its stores, so that none waits for another.
     """
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     live = token < tokens
@@ -101,42 +130,57 @@ def _combine_kernel(
     SHARE: tl.constexpr = D // SPLITS
     slot = tl.arange(0, 32)
     token64 = token.to(tl.int64)
+    row_mask = live[:, None]
+    fn_mask = (slot < DOTS)[:, None]
     acc = tl.zeros([BLOCK_T, 32], dtype=tl.float32)
     squares = tl.zeros([BLOCK_T], dtype=tl.float32)
+    if COMBINE:
+        p0, a0, b0, e0, f0 = _coefficients(post, comb, token, live, 0)
+        p1, a1, b1, e1, f1 = _coefficients(post, comb, token, live, 1)
+        p2, a2, b2, e2, f2 = _coefficients(post, comb, token, live, 2)
+        p3, a3, b3, e3, f3 = _coefficients(post, comb, token, live, 3)
     for step in range(SHARE // BLOCK_D):
         d = split * SHARE + step * BLOCK_D + tl.arange(0, BLOCK_D)
         offset = token64[:, None] * (4 * D) + d[None, :]
-        mask = live[:, None] & (d[None, :] < D)
+        fn_at = fn + slot[:, None] * (4 * D) + d[None, :]
+        x0 = tl.load(x + offset, mask=row_mask, other=0.0)
+        x1 = tl.load(x + offset + D, mask=row_mask, other=0.0)
+        x2 = tl.load(x + offset + 2 * D, mask=row_mask, other=0.0)
+        x3 = tl.load(x + offset + 3 * D, mask=row_mask, other=0.0)
+        if BLOCK_T < 16:
+            w0 = tl.load(fn_at, mask=fn_mask, other=0.0)
+            w1 = tl.load(fn_at + D, mask=fn_mask, other=0.0)
+            w2 = tl.load(fn_at + 2 * D, mask=fn_mask, other=0.0)
+            w3 = tl.load(fn_at + 3 * D, mask=fn_mask, other=0.0)
         if COMBINE:
-            x0 = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32)
-            x1 = tl.load(x + offset + D, mask=mask, other=0.0).to(tl.float32)
-            x2 = tl.load(x + offset + 2 * D, mask=mask, other=0.0).to(tl.float32)
-            x3 = tl.load(x + offset + 3 * D, mask=mask, other=0.0).to(tl.float32)
-            v = tl.load(y + token64[:, None] * D + d[None, :], mask=mask, other=0.0).to(tl.float32)
-        for k in tl.static_range(4):
-            if COMBINE:
-                c = comb + token * 16 + k
-                new = tl.load(post + token * 4 + k, mask=live, other=0.0)[:, None] * v
-                new += tl.load(c, mask=live, other=0.0)[:, None] * x0
-                new += tl.load(c + 4, mask=live, other=0.0)[:, None] * x1
-                new += tl.load(c + 8, mask=live, other=0.0)[:, None] * x2
-                new += tl.load(c + 12, mask=live, other=0.0)[:, None] * x3
-                rounded = to_bf16(new)
-                tl.store(streams + offset + k * D, rounded, mask=mask)
-                new = rounded.to(tl.float32)
-            else:
-                new = tl.load(x + offset + k * D, mask=mask, other=0.0).to(tl.float32)
-            squares += tl.sum(new * new, axis=1)
-            weight = tl.load(
-                fn + slot[:, None] * (4 * D) + k * D + d[None, :],
-                mask=(slot < DOTS)[:, None],
-                other=0.0,
-            )
-            acc = _product(new, weight, acc)
+            v = tl.load(y + token64[:, None] * D + d[None, :], mask=row_mask, other=0.0)
+            v = v.to(tl.float32)
+        if COMBINE:
+            n0 = _combine(p0, a0, b0, e0, f0, v, x0, x1, x2, x3)
+            n1 = _combine(p1, a1, b1, e1, f1, v, x0, x1, x2, x3)
+            n2 = _combine(p2, a2, b2, e2, f2, v, x0, x1, x2, x3)
+            n3 = _combine(p3, a3, b3, e3, f3, v, x0, x1, x2, x3)
+        else:
+            n0, n1, n2, n3 = x0, x1, x2, x3
+        g0, g1 = n0.to(tl.float32), n1.to(tl.float32)
+        g2, g3 = n2.to(tl.float32), n3.to(tl.float32)
+        squares += tl.sum(g0 * g0 + g1 * g1 + g2 * g2 + g3 * g3, axis=1)
+        if BLOCK_T < 16:  # too few tokens for a matrix instruction
+            terms = g0[:, None, :] * w0[None, :, :] + g1[:, None, :] * w1[None, :, :]
+            terms += g2[:, None, :] * w2[None, :, :] + g3[:, None, :] * w3[None, :, :]
+            acc += tl.sum(terms, axis=2)
+        else:
+            acc = _product(n0, tl.load(fn_at, mask=fn_mask, other=0.0), acc)
+            acc = _product(n1, tl.load(fn_at + D, mask=fn_mask, other=0.0), acc)
+            acc = _product(n2, tl.load(fn_at + 2 * D, mask=fn_mask, other=0.0), acc)
+            acc = _product(n3, tl.load(fn_at + 3 * D, mask=fn_mask, other=0.0), acc)
+        if COMBINE:
+            tl.store(streams + offset, n0, mask=row_mask)
+            tl.store(streams + offset + D, n1, mask=row_mask)
+            tl.store(streams + offset + 2 * D, n2, mask=row_mask)
+            tl.store(streams + offset + 3 * D, n3, mask=row_mask)
     acc = tl.where(slot[None, :] == 24, squares[:, None], acc)
-    tl.store(
-        partial + (split * tokens + token64[:, None]) * 32 + slot[None, :], acc, mask=live[:, None]
-    )
+    tl.store(partial + (split * tokens + token64[:, None]) * 32 + slot[None, :], acc, mask=row_mask)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -154,6 +198,10 @@ def _collapse_kernel(
     split = tl.arange(0, SPLITS)
     x_base = streams + token * 4 * D + d
     rows = partial + (split * tokens + token) * 32
+    x0 = tl.load(x_base)  # early: they arrive while the mixing values are computed
+    x1 = tl.load(x_base + D)
+    x2 = tl.load(x_base + 2 * D)
+    x3 = tl.load(x_base + 3 * D)
     rho = tl.rsqrt(tl.sum(tl.load(rows + 24), axis=0) / (4 * D) + EPS)
     m_pre = tl.sum(tl.load(rows[:, None] + four[None, :]), axis=0) * rho
     pre = tl.sigmoid(m_pre * tl.load(scale) + tl.load(base + four)) + EPS
@@ -173,10 +221,10 @@ def _collapse_kernel(
             c = c / (tl.sum(c, axis=1)[:, None] + EPS)
             c = c / (tl.sum(c, axis=0)[None, :] + EPS)
         tl.store(comb + token * 16 + place, c)
-    u = tl.zeros([D], dtype=tl.float32)
-    for k in tl.static_range(4):
-        factor = tl.sum(tl.where(four == k, pre, 0.0), axis=0)
-        u += factor * tl.load(x_base + k * D).to(tl.float32)
+    u = tl.sum(tl.where(four == 0, pre, 0.0), axis=0) * x0.to(tl.float32)
+    u += tl.sum(tl.where(four == 1, pre, 0.0), axis=0) * x1.to(tl.float32)
+    u += tl.sum(tl.where(four == 2, pre, 0.0), axis=0) * x2.to(tl.float32)
+    u += tl.sum(tl.where(four == 3, pre, 0.0), axis=0) * x3.to(tl.float32)
     u = to_bf16(u).to(tl.float32)
     normed = u * tl.rsqrt(tl.sum(u * u, axis=0) / D + EPS) * tl.load(norm + d).to(tl.float32)
     tl.store(out + token * D + d, cast_like(normed, out))

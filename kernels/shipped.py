@@ -23,6 +23,7 @@ from decant.kernels import (
     indexer,
     kv_store,
     mhc,
+    page_copy,
     sampling,
     sparse_mla_decode,
     wo_a,
@@ -113,13 +114,18 @@ def _attention(arch: str) -> Iterator[Shipped]:
 def _linear(arch: str) -> Iterator[Shipped]:
     for n, k in ((8192, 1024), (1536, 4096), (4096, 2048)):
         for bound, c in fp8_linear.CONFIGS[arch]:
-            arguments: dict[str, Any] = {"x": BF16, "weight": FP8, "scale": U8, "partial": F32}
+            apart = bound == 1 << 30  # prefill: activations come as codes
+            arguments: dict[str, Any] = {"x": FP8 if apart else BF16, "weight": FP8, "scale": U8}
+            arguments |= {"factors": F32, "partial": F32, "QUANTISED": apart}
             arguments |= {"counter": I32, "out": BF16, "tokens": "i32", "x_stride": "i32"}
             arguments |= {"N": n, "K": k, "SPLITS": fp8_linear.splits_for(c, n, k, arch)}
             arguments |= {"BLOCK_N": c.block_n, "BLOCK_T": c.block_t, "BLOCK_K": 128}
             instruction = r"wgmma.*e4m3" if arch == "sm_90" else r"mma\.sync.*e4m3"
             name = f"linear {n}x{k} <= {bound}"
             yield Shipped(name, arch, fp8_linear._linear_kernel, arguments, c, instruction)
+    arguments = {"x": BF16, "codes": FP8, "factors": F32, "tokens": "i32", "x_stride": "i32"}
+    arguments |= {"K": 1024, "BLOCK_T": fp8_linear.QUANTISE_ROWS, "BLOCK_K": 128}
+    yield Shipped("linear quantise", arch, fp8_linear._quantise_kernel, arguments, Config())
     for bound, c in wo_a.CONFIGS[arch]:
         arguments = {
             "o": BF16,
@@ -206,7 +212,7 @@ def _small(arch: str) -> Iterator[Shipped]:
         name = f"mhc collapse <= {bound}"
         yield Shipped(name, arch, mhc._collapse_kernel, arguments, Config(num_warps=8))
     arguments = {"x": BF16, "weight": BF16, "partial": F32, "tokens": "i32", "D": 4096, "E": 256}
-    arguments |= {"SPLITS": gate.SPLIT_K, "BLOCK_T": 16, "BLOCK_E": 32, "BLOCK_K": 128}
+    arguments |= {"SPLITS": gate.SPLIT_K, "BLOCK_T": 16, "BLOCK_E": 16, "BLOCK_K": 128}
     yield Shipped("gate logits", arch, gate._logits_kernel, arguments, Config(num_stages=3), MMA)
     for hashed in (False, True):
         arguments = {"partial": F32, "bias": F32, "weights": F32, "tokens": "i32", "SCALE": 1.5}
@@ -217,8 +223,13 @@ def _small(arch: str) -> Iterator[Shipped]:
     arguments = dict.fromkeys(
         ("experts", "pairs", "tile_expert", "tile_start", "tile_count", "num_tiles"), I32
     )
-    arguments |= {"num_pairs": "i32", "E": 256, "BLOCK_P": 32, "CHUNK": 256, "TILE": 16}
-    yield Shipped("gate list", arch, gate._list_kernel, arguments, Config(num_warps=8))
+    arguments |= {"num_pairs": "i32", "E": 256, "BLOCK_P": 16, "CHUNK": 512, "TILE": 16}
+    yield Shipped("gate list", arch, gate._list_kernel, arguments, Config())
+    arguments = {"source": U8, "target": U8, "source_pages": I32, "target_pages": I32}
+    arguments |= dict.fromkeys(("pieces", "source_stride", "target_stride"), "i32")
+    arguments |= {"WORDS": page_copy.WORDS}
+    wide = r"ld\.global\.\S*v4"
+    yield Shipped("page copy", arch, page_copy._copy_kernel, arguments, Config(), wide)
     arguments = {"positions": I32, "frequencies": F32, "out": F32, "shift": "i32"}
     yield Shipped("rope rows", arch, kv_store._rope_kernel, arguments, Config(num_warps=1), "", 64)
     arguments = {"q": BF16, "k": BF16, "k_norm": BF16, "rope": F32, "extents": U8}

@@ -30,29 +30,41 @@ WINDOW_ONLY, SELECTED, ALL = 0, 1, 2
 # (architecture, kind) -> ((largest number of rows, configuration), ...); block_n keys a tile,
 # splits per row
 CONFIGS: dict[tuple[str, int], tuple[tuple[int, Config], ...]] = {
-    ("sm_90", WINDOW_ONLY): ((1 << 30, Config(block_n=32, splits=2, num_warps=4, num_stages=1)),),
+    ("sm_90", WINDOW_ONLY): (
+        (512, Config(block_n=32, splits=2, num_warps=4, num_stages=1)),
+        (1 << 30, Config(block_n=32, splits=1, num_warps=4, num_stages=1)),
+    ),
     ("sm_90", SELECTED): (
+        (4, Config(block_n=32, splits=20, num_warps=4, num_stages=1)),
         (16, Config(block_n=32, splits=10, num_warps=4, num_stages=1)),
         (32, Config(block_n=32, splits=7, num_warps=4, num_stages=1)),
+        (64, Config(block_n=32, splits=5, num_warps=4, num_stages=1)),
         (128, Config(block_n=32, splits=4, num_warps=4, num_stages=1)),
-        (1 << 30, Config(block_n=32, splits=2, num_warps=4, num_stages=1)),
+        (512, Config(block_n=32, splits=2, num_warps=4, num_stages=1)),
+        (1 << 30, Config(block_n=32, splits=1, num_warps=4, num_stages=1)),
     ),
     ("sm_90", ALL): (
         (4, Config(block_n=32, splits=64, num_warps=4, num_stages=1)),
         (16, Config(block_n=32, splits=16, num_warps=4, num_stages=1)),
         (64, Config(block_n=32, splits=4, num_warps=4, num_stages=1)),
-        (1 << 30, Config(block_n=32, splits=2, num_warps=4, num_stages=1)),
+        (512, Config(block_n=32, splits=2, num_warps=4, num_stages=1)),
+        (1 << 30, Config(block_n=32, splits=1, num_warps=4, num_stages=1)),
     ),
-    ("sm_120", WINDOW_ONLY): ((1 << 30, Config(block_n=32, splits=2, num_warps=4, num_stages=1)),),
+    ("sm_120", WINDOW_ONLY): (
+        (512, Config(block_n=32, splits=2, num_warps=4, num_stages=1)),
+        (1 << 30, Config(block_n=32, splits=1, num_warps=4, num_stages=1)),
+    ),
     ("sm_120", SELECTED): (
         (16, Config(block_n=32, splits=10, num_warps=4, num_stages=1)),
         (64, Config(block_n=32, splits=5, num_warps=4, num_stages=1)),
-        (1 << 30, Config(block_n=32, splits=2, num_warps=4, num_stages=1)),
+        (512, Config(block_n=32, splits=2, num_warps=4, num_stages=1)),
+        (1 << 30, Config(block_n=32, splits=1, num_warps=4, num_stages=1)),
     ),
     ("sm_120", ALL): (
         (16, Config(block_n=32, splits=16, num_warps=4, num_stages=1)),
         (64, Config(block_n=32, splits=8, num_warps=4, num_stages=1)),
-        (1 << 30, Config(block_n=32, splits=2, num_warps=4, num_stages=1)),
+        (512, Config(block_n=32, splits=2, num_warps=4, num_stages=1)),
+        (1 << 30, Config(block_n=32, splits=1, num_warps=4, num_stages=1)),
     ),
 }
 
@@ -70,6 +82,39 @@ def sparse_mla_decode_ref(
         with_sink = torch.cat((scores, sink.double()[:, None]), dim=-1)
         out[row] = with_sink.softmax(-1)[:, :-1] @ k
     return out
+
+
+@triton.jit
+def _key_rows(
+    tile, end, row, slot, window_base, page_base, window_first, window_keys, entries, page_table,
+    selected, page_stride16, table_stride,
+    RING: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr, TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr, WINDOW_KEYS: tl.constexpr, DATA: tl.constexpr, SCALES: tl.constexpr,
+):  # fmt: skip
+    """Addresses of a tile's data and scale rows, and which of them hold a visible key; none from
+    tile ``end`` on.
+    """
+    j = tile * BLOCK + tl.arange(0, BLOCK)
+    inside = tile < end
+    in_window = j < WINDOW_KEYS
+    ring_row = (window_first + j) % RING
+    valid = in_window & (j < window_keys) & inside
+    data = window_base + ring_row.to(tl.int64) * DATA
+    scale = window_base + RING * DATA + ring_row.to(tl.int64) * SCALES
+    if KIND != 0:
+        e = j - WINDOW_KEYS
+        live = (e >= 0) & (e < entries) & inside
+        if KIND == 1:
+            entry = tl.load(selected + row * TOP_K + e, mask=live, other=0)
+        else:
+            entry = tl.where(live, e, 0)
+        page = tl.load(page_table + slot * table_stride + entry // ROWS, mask=live, other=0)
+        entry_row = (entry % ROWS).to(tl.int64)
+        base = page_base + page.to(tl.int64) * page_stride16 * 16
+        data = tl.where(in_window, data, base + entry_row * DATA)
+        scale = tl.where(in_window, scale, base + ROWS * DATA + entry_row * SCALES)
+        valid = valid | live
+    return data, scale, valid
 
 
 @triton.jit
@@ -126,26 +171,12 @@ def _attend_kernel(
     acc_rope = tl.zeros([BLOCK_H, 64], dtype=tl.float32)
     window_base = slots + (slot * slot_stride16 + window_offset16) * 16
     page_base = pages + part_offset16 * 16
+    data, scale, valid = _key_rows(
+        begin, end, row, slot, window_base, page_base, window_first, window_keys, entries,
+        page_table, selected, page_stride16, table_stride,
+        RING, ROWS, KIND, TOP_K, BLOCK, WINDOW_KEYS, DATA, SCALES,
+    )  # fmt: skip
     for tile in range(begin, end):
-        j = tile * BLOCK + tl.arange(0, BLOCK)
-        in_window = j < WINDOW_KEYS
-        ring_row = (window_first + j) % RING
-        valid = in_window & (j < window_keys)
-        data = window_base + ring_row.to(tl.int64) * DATA
-        scale = window_base + RING * DATA + ring_row.to(tl.int64) * SCALES
-        if KIND != 0:
-            e = j - WINDOW_KEYS
-            live = (e >= 0) & (e < entries)
-            if KIND == 1:
-                entry = tl.load(selected + row * TOP_K + e, mask=live, other=0)
-            else:
-                entry = tl.where(live, e, 0)
-            page = tl.load(page_table + slot * table_stride + entry // ROWS, mask=live, other=0)
-            entry_row = (entry % ROWS).to(tl.int64)
-            base = page_base + page.to(tl.int64) * page_stride16 * 16
-            data = tl.where(in_window, data, base + entry_row * DATA)
-            scale = tl.where(in_window, scale, base + ROWS * DATA + entry_row * SCALES)
-            valid = valid | live
         codes = tl.load(
             data[:, None, None] + (group * 64)[None, :, None] + rope[None, None, :],
             mask=valid[:, None, None] & (group < 7)[None, :, None],
@@ -154,6 +185,12 @@ def _attend_kernel(
         exponent = tl.load(
             scale[:, None] + group[None, :], mask=valid[:, None] & (group < 7)[None, :], other=0
         )
+        # where the next tile's keys are: two dependent loads that run while this tile is computed
+        next_data, next_scale, next_valid = _key_rows(
+            tile + 1, end, row, slot, window_base, page_base, window_first, window_keys, entries,
+            page_table, selected, page_stride16, table_stride,
+            RING, ROWS, KIND, TOP_K, BLOCK, WINDOW_KEYS, DATA, SCALES,
+        )  # fmt: skip
         factor = (exponent.to(tl.int32) << 23).to(tl.float32, bitcast=True).to(tl.float16)
         key = codes.to(tl.float8e4nv, bitcast=True).to(tl.float16) * factor[:, :, None]
         key = tl.reshape(key, [BLOCK, 512])
@@ -173,6 +210,7 @@ def _attend_kernel(
         acc = mma(weight, key, acc * alpha[:, None])
         acc_rope = mma(weight, key_rope, acc_rope * alpha[:, None])
         peak = new_peak
+        data, scale, valid = next_data, next_scale, next_valid
 
     # the sink, in units of log2, belongs to the denominator only
     sink_logit = tl.load(sink + head, mask=live_head, other=0.0) * 1.4426950408889634
@@ -238,9 +276,10 @@ def workspace(
     after each launch.
     """
     splits = lookup(CONFIGS[arch, kind], rows).splits
+    room = rows * splits if splits > 1 else 0
     return (
-        torch.empty(rows, splits, heads, 512, dtype=torch.float32, device=device),
-        torch.empty(rows, splits, heads, 2, dtype=torch.float32, device=device),
+        torch.empty(room, heads, 512, dtype=torch.float32, device=device),
+        torch.empty(room, heads, 2, dtype=torch.float32, device=device),
         torch.zeros(rows, triton.cdiv(heads, 16), dtype=torch.int32, device=device),
     )
 

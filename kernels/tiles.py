@@ -15,6 +15,26 @@ INTERPRET = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
 FP8_MAX = tl.constexpr(448.0)
 AMAX_FLOOR = tl.constexpr(1e-4)  # smallest amax that a quantisation group is given (model rule)
 
+# Four bytes in $4; $0, $1: their low elements as four fp16, $2, $3: the high ones. Each result
+# depends on its own byte only (a test runs this text over every byte in every lane).
+FP4_PTX = tl.constexpr("""
+{
+.reg .b32 s, t, u;
+prmt.b32 s, $4, 0, 0x1404;
+prmt.b32 t, $4, 0, 0x3424;
+and.b32 $0, s, 0x8E008E00;
+and.b32 $1, t, 0x8E008E00;
+shl.b32 u, s, 1;
+and.b32 u, u, 0x82008200;
+shr.b32 s, s, 2;
+lop3.b32 $2, s, 0x0C000C00, u, 0xEA;
+shl.b32 u, t, 1;
+and.b32 u, u, 0x82008200;
+shr.b32 t, t, 2;
+lop3.b32 $3, t, 0x0C000C00, u, 0xEA;
+}
+""")
+
 
 @triton.jit
 def mma(a, b, acc):
@@ -72,23 +92,7 @@ def fp4_tile(pointers):
     else:
         packed = tl.load(pointers, eviction_policy="evict_first")
         low, high = tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 s, t, u;
-            prmt.b32 s, $4, 0, 0x1404;
-            prmt.b32 t, $4, 0, 0x3424;
-            and.b32 $0, s, 0x8E008E00;
-            and.b32 $1, t, 0x8E008E00;
-            shl.b32 u, s, 1;
-            and.b32 u, u, 0x82008200;
-            shr.b32 s, s, 2;
-            lop3.b32 $2, s, 0x0C000C00, u, 0xEA;
-            shl.b32 u, t, 1;
-            and.b32 u, u, 0x82008200;
-            shr.b32 t, t, 2;
-            lop3.b32 $3, t, 0x0C000C00, u, 0xEA;
-            }
-            """,
+            FP4_PTX,
             "=r,=r,=r,=r,r",
             [packed],
             dtype=(tl.float16, tl.float16),
@@ -115,3 +119,17 @@ def cast_like(x, pointer):
         return to_bf16(x)
     else:
         return x.to(pointer.dtype.element_ty)
+
+
+@triton.jit
+def keep_layout(x):
+    """x (16-bit elements) unchanged. The compiler may not move what made x past this point: without
+    it, arithmetic in front of a matrix operand is done in the operand's layout, which several warps
+    repeat and which needs several times the registers.
+    """
+    if INTERPRET:
+        return x
+    else:
+        return tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2
+        )

@@ -69,6 +69,25 @@ def test_rows_do_not_depend_on_their_neighbours(device: str, arch: str) -> None:
         assert torch.equal(alone[0], together[row])
 
 
+@pytest.mark.parametrize("tokens,n,k", [(70, 192, 256), (3, 128, 128)])
+def test_quantising_apart_changes_nothing(
+    tokens: int, n: int, k: int, device: str, arch: str
+) -> None:
+    x, weight, scale = operands(tokens, n, k)
+    config = Config(block_n=64, block_t=64, splits=1, num_warps=4, num_stages=2)
+    args = x.to(device), weight.to(device), scale.to(device), None
+    nan = torch.full((tokens, n), float("nan"), device=device)
+    fused = op.fp8_linear(*args, nan.clone(), arch, config)
+    room = (
+        torch.full((tokens, k), float("nan"), device=device).to(torch.float8_e4m3fn),
+        torch.full((k // 128, tokens), float("nan"), device=device),
+    )
+    apart = op.fp8_linear(*args, nan, arch, config, room)
+    assert torch.equal(fused, apart)
+    with pytest.raises(ValueError, match="room for codes"):
+        op.fp8_linear(*args, nan, arch, config, (room[0][:1], room[1]))
+
+
 def test_refuses_wrong_scales(arch: str) -> None:
     x, weight, scale = operands(1, 128, 256)
     with pytest.raises(ValueError, match="scale has shape"):
