@@ -210,7 +210,7 @@ def _small(arch: str) -> Iterator[Shipped]:
             "EPS": 1e-6,
         }
         name = f"mhc collapse <= {bound}"
-        yield Shipped(name, arch, mhc._collapse_kernel, arguments, Config(num_warps=8))
+        yield Shipped(name, arch, mhc._collapse_kernel, arguments, Config(num_warps=8), "", 16)
     arguments = {"x": BF16, "weight": BF16, "partial": F32, "tokens": "i32", "D": 4096, "E": 256}
     arguments |= {"SPLITS": gate.SPLIT_K, "BLOCK_T": 16, "BLOCK_E": 16, "BLOCK_K": 128}
     yield Shipped("gate logits", arch, gate._logits_kernel, arguments, Config(num_stages=3), MMA)

@@ -32,7 +32,7 @@ WINDOW_ONLY, SELECTED, ALL = 0, 1, 2
 CONFIGS: dict[tuple[str, int], tuple[tuple[int, Config], ...]] = {
     ("sm_90", WINDOW_ONLY): (
         (512, Config(block_n=32, splits=2, num_warps=4, num_stages=1)),
-        (1 << 30, Config(block_n=32, splits=1, num_warps=4, num_stages=1)),
+        (1 << 30, Config(block_n=32, splits=1, num_warps=8, num_stages=2)),
     ),
     ("sm_90", SELECTED): (
         (4, Config(block_n=32, splits=20, num_warps=4, num_stages=1)),
@@ -41,30 +41,30 @@ CONFIGS: dict[tuple[str, int], tuple[tuple[int, Config], ...]] = {
         (64, Config(block_n=32, splits=5, num_warps=4, num_stages=1)),
         (128, Config(block_n=32, splits=4, num_warps=4, num_stages=1)),
         (512, Config(block_n=32, splits=2, num_warps=4, num_stages=1)),
-        (1 << 30, Config(block_n=32, splits=1, num_warps=4, num_stages=1)),
+        (1 << 30, Config(block_n=32, splits=1, num_warps=8, num_stages=2)),
     ),
     ("sm_90", ALL): (
         (4, Config(block_n=32, splits=64, num_warps=4, num_stages=1)),
         (16, Config(block_n=32, splits=16, num_warps=4, num_stages=1)),
         (64, Config(block_n=32, splits=4, num_warps=4, num_stages=1)),
         (512, Config(block_n=32, splits=2, num_warps=4, num_stages=1)),
-        (1 << 30, Config(block_n=32, splits=1, num_warps=4, num_stages=1)),
+        (1 << 30, Config(block_n=32, splits=1, num_warps=8, num_stages=2)),
     ),
     ("sm_120", WINDOW_ONLY): (
         (512, Config(block_n=32, splits=2, num_warps=4, num_stages=1)),
-        (1 << 30, Config(block_n=32, splits=1, num_warps=4, num_stages=1)),
+        (1 << 30, Config(block_n=32, splits=1, num_warps=8, num_stages=1)),
     ),
     ("sm_120", SELECTED): (
         (16, Config(block_n=32, splits=10, num_warps=4, num_stages=1)),
         (64, Config(block_n=32, splits=5, num_warps=4, num_stages=1)),
         (512, Config(block_n=32, splits=2, num_warps=4, num_stages=1)),
-        (1 << 30, Config(block_n=32, splits=1, num_warps=4, num_stages=1)),
+        (1 << 30, Config(block_n=32, splits=1, num_warps=8, num_stages=1)),
     ),
     ("sm_120", ALL): (
         (16, Config(block_n=32, splits=16, num_warps=4, num_stages=1)),
         (64, Config(block_n=32, splits=8, num_warps=4, num_stages=1)),
         (512, Config(block_n=32, splits=2, num_warps=4, num_stages=1)),
-        (1 << 30, Config(block_n=32, splits=1, num_warps=4, num_stages=1)),
+        (1 << 30, Config(block_n=32, splits=1, num_warps=8, num_stages=1)),
     ),
 }
 
