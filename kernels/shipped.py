@@ -1,16 +1,18 @@
 """Every kernel configuration that is shipped, compiled for its architecture on a machine without a
 GPU.
 
-``python -P -m decant.kernels.shipped`` compiles all of them and prints one JSON object a line:
-name, arch, shared memory, registers, spilled bytes, matrix instructions, and what is wrong.
+``python -P -m decant.kernels.shipped [GROUP] [--one-of-each]`` compiles them and prints one JSON
+object a line: name, arch, shared memory, registers, spilled bytes, matrix instructions, and what is
+wrong.
 Results are kept under a hash of the sources, so a second run costs nothing.
 """
 
+import argparse
 import hashlib
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -273,10 +275,30 @@ def _small(arch: str) -> Iterator[Shipped]:
     yield Shipped("sampling accept", arch, sampling._accept_kernel, arguments, Config(num_warps=1))
 
 
-def shipped(arch: str) -> Iterator[Shipped]:
-    """All configurations of an architecture."""
-    for group in (_moe, _attention, _linear, _index, _small):
-        yield from group(arch)
+GROUPS = {
+    "moe": _moe,
+    "attention": _attention,
+    "linear": _linear,
+    "index": _index,
+    "small": _small,
+}
+
+
+def shipped(arch: str, group: str | None = None) -> Iterator[Shipped]:
+    """All configurations of an architecture, or those of one group."""
+    for name, configurations in GROUPS.items():
+        if group in (None, name):
+            yield from configurations(arch)
+
+
+def one_of_each(items: Iterable[Shipped]) -> list[Shipped]:
+    """One configuration of every kernel: the second of its table (small decode batches), if there
+    is one.
+    """
+    first: dict[str, list[Shipped]] = {}
+    for item in items:
+        first.setdefault(item.kernel.__name__, []).append(item)
+    return [found[min(1, len(found) - 1)] for found in first.values()]
 
 
 def check(item: Shipped) -> Result:
@@ -321,16 +343,23 @@ def source_hash() -> str:
     return digest.hexdigest()[:24]
 
 
-def main() -> int:
-    """Compile everything (or read the kept results) and print it. Exit status 1 if something is
-    wrong.
-    """
+def main(argv: list[str]) -> int:
+    """Compile (or read the kept results) and print. Exit status 1 if something is wrong."""
+    parser = argparse.ArgumentParser(prog="decant.kernels.shipped", description=main.__doc__)
+    parser.add_argument("group", nargs="?", choices=list(GROUPS), help="all groups if left out")
+    parser.add_argument("--one-of-each", action="store_true", help="one configuration a kernel")
+    arguments = parser.parse_args(argv)
     folder = Path(os.environ.get("DECANT_CACHE", Path.home() / ".cache" / "decant"))
-    kept = folder / f"kernels-{source_hash()}.jsonl"
+    what = f"{arguments.group or 'all'}{'-some' if arguments.one_of_each else ''}"
+    kept = folder / f"kernels-{what}-{source_hash()}.jsonl"
     if kept.exists():
         lines = kept.read_text().splitlines()
     else:
-        lines = [json.dumps(asdict(check(item))) for arch in ARCHS for item in shipped(arch)]
+        lines = []
+        for arch in ARCHS:
+            items = list(shipped(arch, arguments.group))
+            chosen = one_of_each(items) if arguments.one_of_each else items
+            lines += [json.dumps(asdict(check(item))) for item in chosen]
         folder.mkdir(parents=True, exist_ok=True)
         partial = kept.with_suffix(f".{os.getpid()}")
         partial.write_text("\n".join(lines) + "\n")
@@ -340,4 +369,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
