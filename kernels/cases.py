@@ -128,7 +128,7 @@ def linear(arch: str, tokens: int, n: int, k: int) -> Problem:
     out = torch.empty(tokens, n, dtype=torch.bfloat16, device="cuda")
     scratch = fp8_linear.workspace(n, 64, "cuda")
     room = None
-    if tokens > 64:
+    if tokens > 16:
         room = (torch.empty_like(x, dtype=torch.float8_e4m3fn), torch.empty(k // 128, tokens))
         room = (room[0], room[1].cuda())
 
@@ -525,9 +525,10 @@ def projection(arch: str, tokens: int) -> Problem:
     rope = torch.cat((angle.cos(), angle.sin()), -1)
     out = torch.empty(tokens, n, dtype=torch.bfloat16, device="cuda")
     scratch = fp8_linear.workspace(n, 64, "cuda")
+    room = torch.empty_like(o, dtype=torch.float16) if tokens > 16 else None
 
     def run(i: int) -> None:
-        wo_a.wo_a(o, rope, weights[i], scale, scratch, out, arch)
+        wo_a.wo_a(o, rope, weights[i], scale, scratch, out, arch, rotated=room)
 
     def error() -> float:
         out.fill_(float("nan"))

@@ -10,6 +10,9 @@ Data sheet
   result      fp32 partials [pairs, hidden], summed over a token's experts in list order: no atomics
   floor       bytes of the experts hit over the read rate
 
+A loop step takes several groups: their one-byte scales are too narrow for asynchronous copies, so
+every step waits once for them.
+
 FP4 codes become fp16 / 2^14 by shifts and masks; the group scale is one fp16 multiply; what is
 left of the scale (the row's largest exponent, or NVFP4's tensor scale) multiplies the accumulator.
 """
@@ -29,16 +32,16 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # (architecture, kernel) -> ((largest number of pairs, configuration), ...), ascending
 CONFIGS: dict[tuple[str, str], tuple[tuple[int, Config], ...]] = {
     ("sm_90", "gate_up"): (
-        (12, Config(block_n=16, block_t=16, num_warps=1, num_stages=6)),
-        (96, Config(block_n=64, block_t=16, num_warps=4, num_stages=4)),
-        (512, Config(block_n=64, block_t=16, num_warps=4, num_stages=4)),
+        (12, Config(block_n=16, block_t=16, block_k=512, num_warps=1, num_stages=3)),
+        (96, Config(block_n=32, block_t=16, block_k=128, num_warps=2, num_stages=4)),
+        (512, Config(block_n=32, block_t=16, block_k=128, num_warps=2, num_stages=4)),
         (4096, Config(block_n=64, block_t=32, num_warps=4, num_stages=4)),
         (1 << 30, Config(block_n=64, block_t=128, num_warps=4, num_stages=3)),
     ),
     ("sm_90", "down"): (
-        (12, Config(block_n=64, block_t=16, num_warps=2, num_stages=4)),
-        (96, Config(block_n=128, block_t=16, num_warps=4, num_stages=4)),
-        (512, Config(block_n=128, block_t=16, num_warps=4, num_stages=4)),
+        (12, Config(block_n=32, block_t=16, block_k=128, num_warps=2, num_stages=3)),
+        (96, Config(block_n=32, block_t=16, block_k=128, num_warps=2, num_stages=3)),
+        (512, Config(block_n=32, block_t=16, block_k=128, num_warps=2, num_stages=3)),
         (4096, Config(block_n=128, block_t=32, num_warps=4, num_stages=4)),
         (1 << 30, Config(block_n=128, block_t=128, num_warps=4, num_stages=3)),
     ),
@@ -185,7 +188,7 @@ def _group_scale(pointer, NVFP4: tl.constexpr):
 def _gate_up_kernel(
     x, codes, scales, rows, out, pairs, tile_expert, tile_start, tile_count, num_tiles,
     TOP_K: tl.constexpr, K: tl.constexpr, N: tl.constexpr, GROUP: tl.constexpr, LIMIT: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """g[sorted position, n] = swiglu(w1 x, w3 x) for one tile of tokens of one expert. N counts w1
     and w3 rows.
@@ -209,18 +212,20 @@ def _gate_up_kernel(
     x_pointer = x + token[None, :].to(tl.int64) * K + column[:, None]
     gate = tl.zeros([BLOCK_N, BLOCK_T], dtype=tl.float32)
     up = tl.zeros([BLOCK_N, BLOCK_T], dtype=tl.float32)
-    for block in range(K // (2 * GROUP)):
-        x_low = tl.load(x_pointer + block * 2 * GROUP, mask=valid[None, :], other=0.0)
-        x_high = tl.load(x_pointer + block * 2 * GROUP + GROUP, mask=valid[None, :], other=0.0)
-        base = code_base + block * (N * GROUP)
-        low_scale = scale_base + (2 * block) * N + n
-        high_scale = low_scale + N
-        low, high = fp4_tile(base + gate_offsets)
-        gate = mma(low * _group_scale(low_scale, GROUP == 16)[:, None], x_low, gate)
-        gate = mma(high * _group_scale(high_scale, GROUP == 16)[:, None], x_high, gate)
-        low, high = fp4_tile(base + up_offsets)
-        up = mma(low * _group_scale(low_scale + HALF, GROUP == 16)[:, None], x_low, up)
-        up = mma(high * _group_scale(high_scale + HALF, GROUP == 16)[:, None], x_high, up)
+    for first in range(0, K // (2 * GROUP), UNROLL):
+        for u in tl.static_range(UNROLL):
+            block = first + u
+            x_low = tl.load(x_pointer + block * 2 * GROUP, mask=valid[None, :], other=0.0)
+            x_high = tl.load(x_pointer + block * 2 * GROUP + GROUP, mask=valid[None, :], other=0.0)
+            base = code_base + block * (N * GROUP)
+            low_scale = scale_base + (2 * block) * N + n
+            high_scale = low_scale + N
+            low, high = fp4_tile(base + gate_offsets)
+            gate = mma(low * _group_scale(low_scale, GROUP == 16)[:, None], x_low, gate)
+            gate = mma(high * _group_scale(high_scale, GROUP == 16)[:, None], x_high, gate)
+            low, high = fp4_tile(base + up_offsets)
+            up = mma(low * _group_scale(low_scale + HALF, GROUP == 16)[:, None], x_low, up)
+            up = mma(high * _group_scale(high_scale + HALF, GROUP == 16)[:, None], x_high, up)
     row_base = rows + expert * N + n
     gate = tl.minimum(gate * tl.load(row_base)[:, None], LIMIT)
     up = tl.minimum(tl.maximum(up * tl.load(row_base + HALF)[:, None], -LIMIT), LIMIT)
@@ -233,7 +238,7 @@ def _gate_up_kernel(
 def _down_kernel(
     g, codes, scales, rows, weights, out, pairs, tile_expert, tile_start, tile_count, num_tiles,
     K: tl.constexpr, N: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """out[pair, n] = routing weight * (w2 g) in fp32."""
     tile = tl.program_id(1)
@@ -252,13 +257,15 @@ def _down_kernel(
     offsets = n[:, None] * GROUP + column[None, :]
     g_pointer = g + (start + slot)[None, :].to(tl.int64) * K + column[:, None]
     acc = tl.zeros([BLOCK_N, BLOCK_T], dtype=tl.float32)
-    for block in range(K // (2 * GROUP)):
-        g_low = tl.load(g_pointer + block * 2 * GROUP, mask=valid[None, :], other=0.0)
-        g_high = tl.load(g_pointer + block * 2 * GROUP + GROUP, mask=valid[None, :], other=0.0)
-        low_scale = scale_base + (2 * block) * N + n
-        low, high = fp4_tile(code_base + block * (N * GROUP) + offsets)
-        acc = mma(low * _group_scale(low_scale, GROUP == 16)[:, None], g_low, acc)
-        acc = mma(high * _group_scale(low_scale + N, GROUP == 16)[:, None], g_high, acc)
+    for first in range(0, K // (2 * GROUP), UNROLL):
+        for u in tl.static_range(UNROLL):
+            block = first + u
+            g_low = tl.load(g_pointer + block * 2 * GROUP, mask=valid[None, :], other=0.0)
+            g_high = tl.load(g_pointer + block * 2 * GROUP + GROUP, mask=valid[None, :], other=0.0)
+            low_scale = scale_base + (2 * block) * N + n
+            low, high = fp4_tile(code_base + block * (N * GROUP) + offsets)
+            acc = mma(low * _group_scale(low_scale, GROUP == 16)[:, None], g_low, acc)
+            acc = mma(high * _group_scale(low_scale + N, GROUP == 16)[:, None], g_high, acc)
     weight = tl.load(weights + pair, mask=valid, other=0.0)
     acc = acc * tl.load(rows + expert * N + n)[:, None] * weight[None, :]
     tl.store(out + pair[None, :] * N + n[:, None], acc, mask=valid[None, :])
@@ -305,6 +312,15 @@ def max_tiles(num_pairs: int, num_experts: int, block_t: int) -> int:
 def block_tokens(num_pairs: int, arch: str) -> int:
     """Tokens per tile that the configuration table wants for this many (token, expert) pairs."""
     return lookup(CONFIGS[arch, "gate_up"], num_pairs).block_t
+
+
+def unroll(config: Config, k: int, group: int) -> int:
+    """Pairs of groups a loop step takes: block_k channels, fewer where K has no such multiple."""
+    blocks = k // (2 * group)
+    wanted = max(1, min(config.block_k // (2 * group), blocks))
+    while blocks % wanted:
+        wanted -= 1
+    return wanted
 
 
 def fp4_moe(
@@ -358,6 +374,7 @@ def fp4_moe(
         LIMIT=SWIGLU_LIMIT,
         BLOCK_N=block_n,
         BLOCK_T=up.block_t,
+        UNROLL=unroll(up, width, w13.group),
         **up.launch(),
     )
     block_n = min(down.block_n, n2)
@@ -374,6 +391,7 @@ def fp4_moe(
         GROUP=w2.group,
         BLOCK_N=block_n,
         BLOCK_T=down.block_t,
+        UNROLL=unroll(down, k2, w2.group),
         **down.launch(),
     )
     block = min(1024, n2)

@@ -10,7 +10,7 @@ Data sheet
   plan     one launch a step: entries, tiles and chunks of every row as prefix sums on the device
   logits   a fixed number of programs walks the plan's (row, tile) list; the buffer holds live
            entries only, row after row
-  top-512  per chunk of entries a search for the threshold in registers, bit by bit, then a
+  top-512  per chunk of entries a search for the threshold in registers, two bits a step, then a
            tournament over a row's chunks; order of the result: ascending entry number; ties: the
            lower entry wins
   a row with at most 512 entries takes all of them and is not scored
@@ -35,12 +35,12 @@ HEAD_WEIGHT = (128.0 * 64.0) ** -0.5
 # block_n entries a tile, splits = programs of the persistent grid (a constant of the full chip,
 # not of the device)
 LOGITS: dict[str, tuple[tuple[int, Config], ...]] = {
-    "sm_90": ((1 << 30, Config(block_n=128, splits=264, num_warps=4, num_stages=3)),),
+    "sm_90": ((1 << 30, Config(block_n=64, splits=528, num_warps=4, num_stages=3)),),
     "sm_120": ((1 << 30, Config(block_n=128, splits=376, num_warps=4, num_stages=3)),),
 }
 # block_n entries a chunk
 SELECT: dict[str, tuple[tuple[int, Config], ...]] = {
-    "sm_90": ((1 << 30, Config(block_n=8192, splits=132, num_warps=32, num_stages=1)),),
+    "sm_90": ((1 << 30, Config(block_n=8192, splits=132, num_warps=16, num_stages=1)),),
     "sm_120": ((1 << 30, Config(block_n=8192, splits=188, num_warps=32, num_stages=1)),),
 }
 
@@ -195,21 +195,30 @@ def _select(key, valid, K: tl.constexpr):
     """Mask of the K largest valid keys (all, if fewer), lower index first among equals. key uint32
     [N].
 
-    The threshold is found bit by bit from the top, one count a bit, and the search ends as soon as
-    exactly K keys reach it.
+    The threshold is found from the top, two bits by three counts a step; the search ends as soon
+    as exactly K keys reach it.
     """
     reached = tl.sum(valid.to(tl.int32), axis=0)
     want = tl.minimum(reached, K)
     key = tl.where(valid, key, 0)
     one = (want * 0 + 1).to(tl.uint32)
     threshold = (want * 0).to(tl.uint32)
-    bit = want * 0 + 31
+    bit = want * 0 + 30
     while (bit >= 0) & (reached != want):
-        trial = threshold | (one << bit.to(tl.uint32))
-        count = tl.sum((key >= trial).to(tl.int32), axis=0)
-        threshold = tl.where(count >= want, trial, threshold)
-        reached = tl.where(count >= want, count, reached)
-        bit -= 1
+        step = one << bit.to(tl.uint32)
+        t1, t2, t3 = threshold | step, threshold | (step << 1), threshold | (step << 1) | step
+        reach = (key >= t1).to(tl.int64) + ((key >= t2).to(tl.int64) << 20)
+        counts = tl.sum(reach + ((key >= t3).to(tl.int64) << 40), axis=0)
+        c1 = (counts & 0xFFFFF).to(tl.int32)
+        c2 = ((counts >> 20) & 0xFFFFF).to(tl.int32)
+        c3 = (counts >> 40).to(tl.int32)
+        threshold = tl.where(
+            c3 >= want, t3, tl.where(c2 >= want, t2, tl.where(c1 >= want, t1, threshold))
+        )
+        reached = tl.where(
+            c3 >= want, c3, tl.where(c2 >= want, c2, tl.where(c1 >= want, c1, reached))
+        )
+        bit -= 2
     chosen = valid & (key >= threshold)
     if reached != want:  # more keys equal to the threshold than places: the first ones win
         equal = valid & (key == threshold)

@@ -76,11 +76,13 @@ def _moe(arch: str) -> Iterator[Shipped]:
                 "LIMIT": 10.0,
             }
             arguments |= weights | lists | {"BLOCK_N": c.block_n, "BLOCK_T": c.block_t}
+            arguments |= {"UNROLL": fp4_moe.unroll(c, 4096, group)}
             name = f"moe gate_up group {group} <= {bound}"
             yield Shipped(name, arch, fp4_moe._gate_up_kernel, arguments, c, MMA)
         for bound, c in fp4_moe.CONFIGS[arch, "down"]:
             arguments = {"g": F16, "weights": F32, "out": F32, "K": 512, "N": 4096}
             arguments |= weights | lists | {"BLOCK_N": c.block_n, "BLOCK_T": c.block_t}
+            arguments |= {"UNROLL": fp4_moe.unroll(c, 512, group)}
             name = f"moe down group {group} <= {bound}"
             yield Shipped(name, arch, fp4_moe._down_kernel, arguments, c, MMA)
     arguments = {"partial": F32, "shared": BF16, "out": BF16, "N": 4096, "TOP_K": 6}
@@ -125,6 +127,8 @@ def _linear(arch: str) -> Iterator[Shipped]:
             instruction = r"wgmma.*e4m3" if arch == "sm_90" else r"mma\.sync.*e4m3"
             name = f"linear {n}x{k} <= {bound}"
             yield Shipped(name, arch, fp8_linear._linear_kernel, arguments, c, instruction)
+    arguments = {"o": BF16, "rope": F32, "rotated": F16, "H": 16, "BLOCK_H": wo_a.ROTATE_HEADS}
+    yield Shipped("wo_a rotate", arch, wo_a._rotate_kernel, arguments, Config())
     arguments = {"x": BF16, "codes": FP8, "factors": F32, "tokens": "i32", "x_stride": "i32"}
     arguments |= {"K": 1024, "BLOCK_T": fp8_linear.QUANTISE_ROWS, "BLOCK_K": 128}
     yield Shipped("linear quantise", arch, fp8_linear._quantise_kernel, arguments, Config())
@@ -139,7 +143,8 @@ def _linear(arch: str) -> Iterator[Shipped]:
         }
         arguments |= {"out": BF16, "tokens": "i32", "GROUPS": 2, "R": 1024, "K": 4096}
         arguments |= {"SPLITS": fp8_linear.splits_for(c, 2048, 4096, arch), "BLOCK_K": 128}
-        arguments |= {"BLOCK_N": c.block_n, "BLOCK_T": c.block_t}
+        arguments |= {"BLOCK_N": c.block_n, "BLOCK_T": c.block_t, "ROTATED": bound > 16}
+        arguments |= {"o": F16} if bound > 16 else {}
         yield Shipped(f"wo_a <= {bound}", arch, wo_a._wo_a_kernel, arguments, c, MMA)
 
 

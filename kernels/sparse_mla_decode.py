@@ -22,7 +22,7 @@ import triton.language as tl
 
 from decant.kernels.config import Config, lookup
 from decant.kernels.layout import DATA_BYTES, SCALE_BYTES, WINDOW, Part
-from decant.kernels.tiles import cast_like, mma
+from decant.kernels.tiles import cast_like, mma, scale_keep
 
 SCALE = 1.0 / math.sqrt(512.0)
 WINDOW_ONLY, SELECTED, ALL = 0, 1, 2
@@ -32,7 +32,7 @@ WINDOW_ONLY, SELECTED, ALL = 0, 1, 2
 CONFIGS: dict[tuple[str, int], tuple[tuple[int, Config], ...]] = {
     ("sm_90", WINDOW_ONLY): (
         (512, Config(block_n=32, splits=2, num_warps=4, num_stages=1)),
-        (1 << 30, Config(block_n=32, splits=1, num_warps=8, num_stages=2)),
+        (1 << 30, Config(block_n=32, splits=1, num_warps=8, num_stages=1)),
     ),
     ("sm_90", SELECTED): (
         (4, Config(block_n=32, splits=20, num_warps=4, num_stages=1)),
@@ -41,14 +41,14 @@ CONFIGS: dict[tuple[str, int], tuple[tuple[int, Config], ...]] = {
         (64, Config(block_n=32, splits=5, num_warps=4, num_stages=1)),
         (128, Config(block_n=32, splits=4, num_warps=4, num_stages=1)),
         (512, Config(block_n=32, splits=2, num_warps=4, num_stages=1)),
-        (1 << 30, Config(block_n=32, splits=1, num_warps=8, num_stages=2)),
+        (1 << 30, Config(block_n=32, splits=1, num_warps=8, num_stages=1)),
     ),
     ("sm_90", ALL): (
         (4, Config(block_n=32, splits=64, num_warps=4, num_stages=1)),
-        (16, Config(block_n=32, splits=16, num_warps=4, num_stages=1)),
+        (16, Config(block_n=32, splits=32, num_warps=4, num_stages=1)),
         (64, Config(block_n=32, splits=4, num_warps=4, num_stages=1)),
         (512, Config(block_n=32, splits=2, num_warps=4, num_stages=1)),
-        (1 << 30, Config(block_n=32, splits=1, num_warps=8, num_stages=2)),
+        (1 << 30, Config(block_n=32, splits=1, num_warps=8, num_stages=1)),
     ),
     ("sm_120", WINDOW_ONLY): (
         (512, Config(block_n=32, splits=2, num_warps=4, num_stages=1)),
@@ -118,6 +118,15 @@ def _key_rows(
 
 
 @triton.jit
+def _half_keys(codes, exponent, BLOCK: tl.constexpr):
+    """fp16 values [BLOCK, 256] of codes [BLOCK, 4, 64] and their scales' exponents [BLOCK, 4]."""
+    factor = (exponent.to(tl.int32) << 23).to(tl.float32, bitcast=True).to(tl.float16)
+    key = codes.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    key = scale_keep(key, tl.broadcast_to(factor[:, :, None], [BLOCK, 4, 64]))
+    return tl.reshape(key, [BLOCK, 256])
+
+
+@triton.jit
 def _attend_kernel(
     q, slots, pages, slot_of_row, position_of_row, page_table, selected, selected_count, sink,
     partial, partial_ml, counter, out,
@@ -137,13 +146,15 @@ def _attend_kernel(
     slot = tl.load(slot_of_row + row).to(tl.int64)
     channel = tl.arange(0, 512)
     rope = tl.arange(0, 64)
-    group = tl.arange(0, 8)
+    half = tl.arange(0, 256)
+    group = tl.arange(0, 4)
     head = head_block * BLOCK_H + tl.arange(0, BLOCK_H)
     live_head = head < H
     q_base = q + (row * H + head[:, None]) * 512
-    # nope channels padded with zeros to 512, rope channels apart
-    q_nope = tl.load(
-        q_base + channel[None, :], mask=live_head[:, None] & (channel[None, :] < 448), other=0.0
+    # two halves of 256 channels, the last 64 of them zero: rope channels stand apart
+    q_low = tl.load(q_base + half[None, :], mask=live_head[:, None], other=0.0).to(tl.float16)
+    q_high = tl.load(
+        q_base + 256 + half[None, :], mask=live_head[:, None] & (half[None, :] < 192), other=0.0
     ).to(tl.float16)
     q_rope = tl.load(q_base + 448 + rope[None, :], mask=live_head[:, None], other=0.0).to(
         tl.float16
@@ -167,8 +178,9 @@ def _attend_kernel(
 
     peak = tl.full([BLOCK_H], float("-inf"), dtype=tl.float32)
     total = tl.zeros([BLOCK_H], dtype=tl.float32)
-    acc = tl.zeros([BLOCK_H, 512], dtype=tl.float32)
-    acc_rope = tl.zeros([BLOCK_H, 64], dtype=tl.float32)
+    acc_low = tl.zeros([256, BLOCK_H], dtype=tl.float32)
+    acc_high = tl.zeros([256, BLOCK_H], dtype=tl.float32)
+    acc_rope = tl.zeros([64, BLOCK_H], dtype=tl.float32)
     window_base = slots + (slot * slot_stride16 + window_offset16) * 16
     page_base = pages + part_offset16 * 16
     data, scale, valid = _key_rows(
@@ -177,62 +189,72 @@ def _attend_kernel(
         RING, ROWS, KIND, TOP_K, BLOCK, WINDOW_KEYS, DATA, SCALES,
     )  # fmt: skip
     for tile in range(begin, end):
-        codes = tl.load(
-            data[:, None, None] + (group * 64)[None, :, None] + rope[None, None, :],
-            mask=valid[:, None, None] & (group < 7)[None, :, None],
-            other=0,
+        at = data[:, None, None] + (group * 64)[None, :, None] + rope[None, None, :]
+        codes_low = tl.load(at, mask=valid[:, None, None], other=0)
+        codes_high = tl.load(
+            at + 256, mask=valid[:, None, None] & (group < 3)[None, :, None], other=0
         )
-        exponent = tl.load(
-            scale[:, None] + group[None, :], mask=valid[:, None] & (group < 7)[None, :], other=0
-        )
+        scale_at = scale[:, None] + group[None, :]
+        exponent_low = tl.load(scale_at, mask=valid[:, None], other=0)
+        exponent_high = tl.load(scale_at + 4, mask=valid[:, None] & (group < 3)[None, :], other=0)
         # where the next tile's keys are: two dependent loads that run while this tile is computed
         next_data, next_scale, next_valid = _key_rows(
             tile + 1, end, row, slot, window_base, page_base, window_first, window_keys, entries,
             page_table, selected, page_stride16, table_stride,
             RING, ROWS, KIND, TOP_K, BLOCK, WINDOW_KEYS, DATA, SCALES,
         )  # fmt: skip
-        factor = (exponent.to(tl.int32) << 23).to(tl.float32, bitcast=True).to(tl.float16)
-        key = codes.to(tl.float8e4nv, bitcast=True).to(tl.float16) * factor[:, :, None]
-        key = tl.reshape(key, [BLOCK, 512])
         key_rope = tl.load(
             (data + 448).to(tl.pointer_type(tl.bfloat16))[:, None] + rope[None, :],
             mask=valid[:, None], other=0.0,
         ).to(tl.float32).to(tl.float16)  # fmt: skip
-        score = mma(q_nope, tl.trans(key), tl.zeros([BLOCK_H, BLOCK], dtype=tl.float32))
-        score = mma(q_rope, tl.trans(key_rope), score) * QK_SCALE
-        score = tl.where(valid[None, :], score, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(score, axis=1))
+        key_low = _half_keys(codes_low, exponent_low, BLOCK)
+        score = mma(key_low, tl.trans(q_low), tl.zeros([BLOCK, BLOCK_H], dtype=tl.float32))
+        key_high = _half_keys(codes_high, exponent_high, BLOCK)
+        score = mma(key_high, tl.trans(q_high), score)
+        score = mma(key_rope, tl.trans(q_rope), score) * QK_SCALE
+        score = tl.where(valid[:, None], score, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(score, axis=0))
         safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        p = tl.exp2(score - safe[:, None])
+        p = tl.exp2(score - safe[None, :])
         alpha = tl.exp2(peak - safe)
-        total = total * alpha + tl.sum(p, axis=1)
+        total = total * alpha + tl.sum(p, axis=0)
         weight = p.to(tl.float16)
-        acc = mma(weight, key, acc * alpha[:, None])
-        acc_rope = mma(weight, key_rope, acc_rope * alpha[:, None])
+        acc_low = mma(tl.trans(key_low), weight, acc_low * alpha[None, :])
+        acc_high = mma(tl.trans(key_high), weight, acc_high * alpha[None, :])
+        acc_rope = mma(tl.trans(key_rope), weight, acc_rope * alpha[None, :])
         peak = new_peak
         data, scale, valid = next_data, next_scale, next_valid
 
     # the sink, in units of log2, belongs to the denominator only
     sink_logit = tl.load(sink + head, mask=live_head, other=0.0) * 1.4426950408889634
-    o_base = (row * H + head[:, None]) * 512
-    nope_mask = live_head[:, None] & (channel[None, :] < 448)
-    rope_mask = live_head[:, None] & (rope[None, :] >= 0)
+    o_base = (row * H + head[None, :]) * 512
+    low_mask = live_head[None, :] & (half[:, None] >= 0)
+    high_mask = live_head[None, :] & (half[:, None] < 192)
+    rope_mask = live_head[None, :] & (rope[:, None] >= 0)
     if SPLITS == 1:
         top = tl.maximum(peak, sink_logit)
         denominator = total * tl.exp2(peak - top) + tl.exp2(sink_logit - top)
         factor = tl.exp2(peak - top) / denominator
         tl.store(
-            out + o_base + channel[None, :], cast_like(acc * factor[:, None], out), mask=nope_mask
+            out + o_base + half[:, None],
+            cast_like(acc_low * factor[None, :], out),
+            mask=low_mask,
         )
         tl.store(
-            out + o_base + 448 + rope[None, :],
-            cast_like(acc_rope * factor[:, None], out),
+            out + o_base + 256 + half[:, None],
+            cast_like(acc_high * factor[None, :], out),
+            mask=high_mask,
+        )
+        tl.store(
+            out + o_base + 448 + rope[:, None],
+            cast_like(acc_rope * factor[None, :], out),
             mask=rope_mask,
         )
     else:
-        p_base = ((row * SPLITS + split).to(tl.int64) * H + head[:, None]) * 512
-        tl.store(partial + p_base + channel[None, :], acc, mask=nope_mask)
-        tl.store(partial + p_base + 448 + rope[None, :], acc_rope, mask=rope_mask)
+        p_base = ((row * SPLITS + split).to(tl.int64) * H + head[None, :]) * 512
+        tl.store(partial + p_base + half[:, None], acc_low, mask=low_mask)
+        tl.store(partial + p_base + 256 + half[:, None], acc_high, mask=high_mask)
+        tl.store(partial + p_base + 448 + rope[:, None], acc_rope, mask=rope_mask)
         ml = partial_ml + ((row * SPLITS + split) * H + head) * 2
         tl.store(ml, peak, mask=live_head)
         tl.store(ml + 1, total, mask=live_head)
@@ -253,16 +275,16 @@ def _attend_kernel(
                 m = tl.load(ml, mask=live_head, other=float("-inf"), volatile=True)
                 factor = tl.exp2(m - top)
                 denominator += tl.load(ml + 1, mask=live_head, other=0.0, volatile=True) * factor
-                p_base = ((row * SPLITS + s).to(tl.int64) * H + head[:, None]) * 512
+                from_base = ((row * SPLITS + s).to(tl.int64) * H + head[:, None]) * 512
                 piece = tl.load(
-                    partial + p_base + channel[None, :],
+                    partial + from_base + channel[None, :],
                     mask=live_head[:, None],
                     other=0.0,
                     cache_modifier=".cg",
                 )
                 o += piece * factor[:, None]
             tl.store(
-                out + o_base + channel[None, :],
+                out + (row * H + head[:, None]) * 512 + channel[None, :],
                 cast_like(o / denominator[:, None], out),
                 mask=live_head[:, None],
             )

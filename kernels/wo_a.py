@@ -3,7 +3,8 @@
 Data sheet
   input       attention output [T, H, 512] bf16 or fp32, not quantised (the model's rule); the last
               64
-              channels of every head are rotated back while they are loaded
+              channels of every head are rotated back while they are loaded, or by a launch
+              of its own when the caller gives room (better from a few tokens on)
   weights     e4m3 [G * R, 8 * 512], E8M0 scales per 128 x 128 block; group g = heads 8 g .. 8 g + 7
   arithmetic  codes and inputs in fp16 (both exact or finer than bf16), fp32 sums per K block times
               scale
@@ -18,10 +19,11 @@ import triton.language as tl
 
 from decant.kernels.config import Config, lookup
 from decant.kernels.fp8_linear import BLOCK, dequantise_weight_ref, splits_for
-from decant.kernels.kv_store import rotate_ref
+from decant.kernels.kv_store import rotate_last_64, rotate_ref
 from decant.kernels.tiles import cast_like, mma
 
 GROUP_HEADS = 8
+ROTATE_HEADS = 4  # heads a program of the rotating launch takes
 
 CONFIGS: dict[str, tuple[tuple[int, Config], ...]] = {
     "sm_90": (
@@ -50,13 +52,29 @@ def wo_a_ref(
     return torch.einsum("tgk,grk->tgr", x, w).flatten(1)
 
 
+@triton.jit
+def _rotate_kernel(o, rope, rotated, H: tl.constexpr, BLOCK_H: tl.constexpr):
+    """rotated = o with the last 64 channels of every head rotated back, fp16."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    channel = tl.arange(0, 512)
+    place = row * (H * 512) + head[:, None] * 512 + channel[None, :]
+    mask = (head < H)[:, None] & (channel >= 0)[None, :]
+    x = tl.load(o + place, mask=mask, other=0.0).to(tl.float32)
+    x = rotate_last_64(x, rope + row * 64, -1.0)
+    tl.store(rotated + place, x.to(tl.float16), mask=mask)
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def _wo_a_kernel(
     o, rope, weight, scale, partial, counter, out, tokens,
     GROUPS: tl.constexpr, R: tl.constexpr, K: tl.constexpr, SPLITS: tl.constexpr,
+    ROTATED: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """out[t, g * R + r]; program (n tile over all groups, t tile, split)."""
+    """out[t, g * R + r]; program (n tile over all groups, t tile, split). ROTATED: o is fp16
+    and rotated back already.
+    """
     n_tile = tl.program_id(0)
     t_tile = tl.program_id(1)
     split = tl.program_id(2)
@@ -79,14 +97,16 @@ def _wo_a_kernel(
     for block in range(first, last):
         w = tl.load(w_pointer + block * BLOCK_K)
         channel = block * BLOCK_K + k
-        v = tl.load(x_base + channel[:, None], mask=live[None, :], other=0.0).to(tl.float32)
-        pair = (channel % 512 - 448) // 2
-        rotated = (channel % 512 >= 448)[:, None] & live[None, :]
-        other = tl.load(x_base + (channel ^ 1)[:, None], mask=rotated, other=0.0).to(tl.float32)
-        angle = rope + token64[None, :] * 64 + pair[:, None]
-        cos = tl.load(angle, mask=rotated, other=1.0)
-        sin = tl.load(angle + 32, mask=rotated, other=0.0)
-        v = (v * cos + sign * other * sin).to(tl.float16)
+        v = tl.load(x_base + channel[:, None], mask=live[None, :], other=0.0)
+        if not ROTATED:
+            v = v.to(tl.float32)
+            pair = (channel % 512 - 448) // 2
+            rotated = (channel % 512 >= 448)[:, None] & live[None, :]
+            other = tl.load(x_base + (channel ^ 1)[:, None], mask=rotated, other=0.0).to(tl.float32)
+            angle = rope + token64[None, :] * 64 + pair[:, None]
+            cos = tl.load(angle, mask=rotated, other=1.0)
+            sin = tl.load(angle + 32, mask=rotated, other=0.0)
+            v = (v * cos + sign * other * sin).to(tl.float16)
         exponent = tl.load(s_pointer + block).to(tl.int32)
         factor = (exponent << 23).to(tl.float32, bitcast=True)
         product = mma(w.to(tl.float16), v, tl.zeros([BLOCK_N, BLOCK_T], dtype=tl.float32))
@@ -121,11 +141,14 @@ def wo_a(
     out: torch.Tensor,
     arch: str,
     config: Config | None = None,
+    rotated: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """out [T, G * R] = per group: W_g (o_g rotated back).
 
     o [T, 8 * G, 512] contiguous; rope fp32 [T, 64]; weight e4m3 [G * R, 4096]; scale uint8 E8M0
-    [G * R / 128, 32]; scratch as of ``fp8_linear.workspace`` (None for prefill). One launch.
+    [G * R / 128, 32]; scratch as of ``fp8_linear.workspace`` (None for prefill). rotated, if
+    given, is fp16 scratch of o's shape: o is then rotated once in a launch of its own instead of by
+    every tile of the product; else one launch.
     """
     tokens, heads, width = o.shape
     groups, k = heads // GROUP_HEADS, GROUP_HEADS * width
@@ -142,6 +165,13 @@ def wo_a(
     partial, counter = scratch if scratch is not None else (None, None)
     if splits > 1 and (partial is None or partial.numel() < splits * tokens * n):
         raise ValueError(f"scratch is too small for {splits} splits of {tokens} x {n}")
+    if rotated is not None:
+        if rotated.shape != o.shape or rotated.dtype != torch.float16:
+            raise ValueError(f"rotated must be fp16 {tuple(o.shape)}")
+        _rotate_kernel[(tokens, triton.cdiv(heads, ROTATE_HEADS))](
+            o, rope, rotated, H=heads, BLOCK_H=ROTATE_HEADS, num_warps=4
+        )
+        o = rotated
     _wo_a_kernel[(n // config.block_n, triton.cdiv(tokens, config.block_t), splits)](
         o,
         rope,
@@ -155,6 +185,7 @@ def wo_a(
         R=rank,
         K=k,
         SPLITS=splits,
+        ROTATED=rotated is not None,
         BLOCK_N=config.block_n,
         BLOCK_T=config.block_t,
         BLOCK_K=BLOCK,
