@@ -654,8 +654,8 @@ def cases() -> Iterator[Case]:
     yield Case("attention", partial(attention, rows=8, kind=2, context=1 << 20))
     yield Case("attention", partial(attention, rows=64, kind=2, context=1 << 16))
     yield Case("attention", partial(attention, rows=64, kind=0, context=8192))
-    for kind in (sparse_mla_decode.SELECTED, sparse_mla_decode.ALL):
-        yield Case("attention", partial(prefill_attention, tokens=4096, kind=kind))
+    for keys in (sparse_mla_decode.SELECTED, sparse_mla_decode.ALL):
+        yield Case("attention", partial(prefill_attention, tokens=4096, kind=keys))
     for tokens in (1, 16, 64, 4096):
         yield Case("linear", partial(linear, tokens=tokens, n=8192, k=1024))
     yield Case("linear", partial(linear, tokens=64, n=1536, k=4096))
