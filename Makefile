@@ -3,13 +3,14 @@
 #   make run EXTRAS=gpu the same with the GPU packages and the profile one-gpu
 #   make test           CPU suite      make test-full   with the slow tests
 #   make check          ruff, mypy     make bench       load generator against the running set
+#   make figures        measure the demo set on a quiet machine, write README's table
 # A GPU-less machine saves much download with PIP_EXTRA_INDEX_URL set to PyTorch's index of CPU
 # wheels; pip's own settings decide where packages come from, no file here names a host.
 
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: run test test-full test-gpu test-peers check bench demo-weights lock down clean help chaos
+.PHONY: run test test-full test-gpu test-peers check bench figures demo-weights lock down clean help chaos
 
 EXTRAS ?= cpu
 PROFILE ?= $(if $(filter gpu,$(EXTRAS)),one-gpu,demo)
@@ -51,6 +52,9 @@ check: $(VENV)/.test
 
 bench: $(VENV)/.$(EXTRAS)
 	$(BIN)/decant bench $(ARGS)
+
+figures: $(VENV)/.$(EXTRAS)
+	$(BIN)/python -P .ci/figures measure $(ARGS)
 
 chaos: $(VENV)/.test
 	$(BIN)/python tests/chaos/run_all.py $(ARGS)
@@ -95,4 +99,4 @@ clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 help:
-	@sed -n '2,8p' Makefile
+	@sed -n '2,9p' Makefile
