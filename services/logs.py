@@ -28,6 +28,17 @@ def _text(event: Any, **_: Any) -> str:
     return _json.encode(event).decode()
 
 
+class _WithoutRequests(logging.Filter):
+    """aiohttp puts the bytes that it could not parse, keys included, into its exceptions' text."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if error is not None and type(error).__module__.startswith("aiohttp."):
+            record.msg, record.args = f"bad HTTP: {type(error).__name__}", ()
+            record.exc_info = record.exc_text = None
+        return True
+
+
 def setup(service: str, instance: str, config: Config, incarnation: str = "") -> None:
     """Configure structlog and the standard library's logging (aiohttp, asyncio) alike.
 
@@ -69,5 +80,7 @@ def setup(service: str, instance: str, config: Config, incarnation: str = "") ->
         )
     )
     root = logging.getLogger()
+    if not config.log_content:
+        handler.addFilter(_WithoutRequests())
     root.handlers[:] = [handler]
     root.setLevel(max(level, logging.INFO))

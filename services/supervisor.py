@@ -148,7 +148,9 @@ def start(config: Config, lock: int) -> subprocess.Popen[bytes]:
     if paths := environment.get("PYTHONPATH"):  # the programs run in another directory
         absolute = [os.path.abspath(p) for p in paths.split(os.pathsep) if p]
         environment["PYTHONPATH"] = os.pathsep.join(absolute)
-    with open(run_dir / "logs" / "supervisord.out", "ab") as out:
+    path_out = run_dir / "logs" / "supervisord.out"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    with open(os.open(path_out, flags, 0o600), "ab") as out:
         return subprocess.Popen(
             [sys.executable, "-P", "-m", "supervisor.supervisord", "-c", str(path)],
             stdin=subprocess.DEVNULL,
@@ -158,6 +160,7 @@ def start(config: Config, lock: int) -> subprocess.Popen[bytes]:
             pass_fds=(lock,),
             env=environment,
             cwd=run_dir,
+            umask=0o077,  # its own files too; umask= in its file is for the programs
         )
 
 
