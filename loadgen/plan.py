@@ -89,6 +89,7 @@ class Record(Struct, omit_defaults=True):
     is_checked: bool = False  # the answer was compared with the fault-free one
     is_match: bool = False
     text: str = ""  # of an answer that differed: its beginning
+    turn: int = 0  # of its session, from 0
 
 
 class Progress(Struct, frozen=True, omit_defaults=True):

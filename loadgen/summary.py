@@ -100,6 +100,8 @@ def summarise(
         found["slo"] = {s.name: _slo(records, s) for s in slos}
     _add_acceptance(found, ok)
     _add_stages(found, ok)
+    if any(r.turn for r in records):
+        found["turns"] = [_turn(ok, turn) for turn in range(1 + max(r.turn for r in records))]
     checked = [r for r in records if r.is_checked]
     if checked:
         wrong = [r for r in checked if not r.is_match]
@@ -111,6 +113,18 @@ def summarise(
     if pages is not None and (pages.before or pages.after):
         found["pages"] = msgspec.to_builtins(pages)
     return found
+
+
+def _turn(ok: Sequence[Record], turn: int) -> dict[str, Any]:
+    """What one turn of the sessions cost."""
+    mine = [r for r in ok if r.turn == turn]
+    return {
+        "turn": turn,
+        "requests": len(mine),
+        "ttft_ms": stats((metrics.ttft_ns(r) for r in mine), 1e-6),
+        "prompt_tokens": stats(r.num_prompt_tokens for r in mine if r.num_prompt_tokens >= 0),
+        "cached_tokens": stats(r.num_cached_tokens for r in mine),
+    }
 
 
 def _slo(records: Sequence[Record], slo: Slo) -> dict[str, Any]:

@@ -132,7 +132,7 @@ class Driver:
         self._send(first, 0)
 
     def _send(self, request: Request, due_ns: int) -> None:
-        record = Record(request.index, request.content, request.slo, due_ns)
+        record = Record(request.index, request.content, request.slo, due_ns, turn=request.turn)
         data = body(self.job.target, request, self._history.get(request.session))
         exchange = Exchange(request, record, data, self._on_first(record))
         self._num_in_flight += 1
@@ -180,7 +180,13 @@ class Driver:
                 now = time.monotonic_ns()
                 self.records.append(
                     Record(
-                        left.index, left.content, left.slo, now, end_ns=now, error="turn before it"
+                        left.index,
+                        left.content,
+                        left.slo,
+                        now,
+                        end_ns=now,
+                        error="turn before it",
+                        turn=left.turn,
                     )
                 )
                 self._num_left -= 1

@@ -92,7 +92,7 @@ def test_closed_loop(bench: Bench) -> None:
 
 def test_sessions_carry_the_conversation(bench: Bench, mock_url: str, tmp_path: Path) -> None:
     records = tmp_path / "records.jsonl"
-    code, _ = bench(
+    code, found = bench(
         *("--rate", 50, "--num", 9, "--turns", 3, "--shared-prefix", 100, "--output-len", 4),
         *("--input-len", 50, "--warmup", 0, "--records", records),
     )
@@ -101,6 +101,11 @@ def test_sessions_carry_the_conversation(bench: Bench, mock_url: str, tmp_path: 
     assert code == 0
     for one in (prompts[i : i + 3] for i in range(0, 9, 3)):
         assert one == sorted(one) and one[2] > one[0] + 80
+    turns = found["turns"]
+    assert [(t["turn"], t["requests"], t["ttft_ms"]["count"]) for t in turns] == [
+        (0, 3, 3), (1, 3, 3), (2, 3, 3)
+    ]  # fmt: skip
+    assert turns[2]["prompt_tokens"]["min"] > turns[0]["prompt_tokens"]["max"]
 
 
 def test_cancellations_hang_up(bench: Bench, mock_url: str) -> None:
