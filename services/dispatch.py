@@ -182,9 +182,15 @@ class Dispatcher:
         log.info("process ended", who=member.instance, why=member.fenced_why, own=is_own_fault)
         ref = Ref(member.instance, incarnation)
         self.placement.freed(ref)
+        is_tested = any(
+            record.is_suspect and member.service in record.suspect_in and record.is_at(ref)
+            for record in self.records.values()
+        )
         for record in list(self.records.values()):
             if member.service in WORKERS:
-                self._do(record, record.worker_died(ref, is_own_fault, now), now)
+                # Whom a suspect had beside it was cleared before: it is the suspect.
+                is_accused = is_own_fault and (record.is_suspect or not is_tested)
+                self._do(record, record.worker_died(ref, is_accused, now), now)
             elif record.gateway == incarnation:
                 self._do(record, record.gateway_died(now), now)
         self._after(now)
@@ -481,8 +487,9 @@ class Dispatcher:
                 return  # nobody overtakes: a large request would wait for ever
             self._popped[waiting.key] = self.admission.pop(waiting.key, now)
             self._placed[record.request_id] = record
-            own = frozenset(record.suspect_in if record.is_suspect else ())
-            self._do(record, record.place(number, *chosen, now, own), now)
+            num = len(record.lanes[number].choices)
+            alone_in = self.placement.alone_in(record, num, *chosen)
+            self._do(record, record.place(number, *chosen, now, alone_in), now)
 
     def _workers(self) -> list[list[Member]]:
         return [self.membership.usable(service) for service in WORKERS]

@@ -2,8 +2,12 @@
 
 The least loaded decode and the least loaded prefill that may take one more; where there are
 several, the one that has the prompt's prefix, unless it has clearly more to do. A worker on
-probation (it has just joined or recovered) takes one at a time; one that a suspect has for itself
+probation (it has just joined or recovered) takes one at a time; one at which a suspect is tested
 takes nobody else; one that said busy is left alone for a moment.
+
+A suspect is tested with nobody beside it but former suspects that were cleared: else, after a crash
+of a large batch, its streams would run one after the other to their ends and everybody else would
+wait. If the worker dies again, only the one under test is accused; accused twice, it runs alone.
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ class Placement:
         self._busy_until: dict[Ref, float] = {}
         self._load: Counter[Ref] = Counter()  # choices at a decode, lanes at a prefill
         self._alone: set[Ref] = set()  # taken by one suspect
+        self._strangers: Counter[Ref] = Counter()  # of the load: requests that were never cleared
 
     # ---- what workers say
 
@@ -47,17 +52,21 @@ class Placement:
 
     def count(self, records: Iterable[Record]) -> None:
         """Take the loads from the records."""
-        self._load, self._alone = Counter(), set()
+        self._load, self._alone, self._strangers = Counter(), set(), Counter()
         for record in records:
+            tested = record.suspect_in if record.is_suspect else record.alone_in
             for lane in record.lanes.values():
                 if lane.decode is None or lane.prefill is None or lane.state is State.DONE:
                     continue
                 self._load[lane.decode] += len(lane.choices)
-                if "decode" in record.alone_in:
+                if not record.is_cleared:
+                    self._strangers[lane.decode] += 1
+                if "decode" in tested:
                     self._alone.add(lane.decode)
                 if lane.state <= State.PREFILLING:
                     self._load[lane.prefill] += 1
-                    if "prefill" in record.alone_in:
+                    self._strangers[lane.prefill] += not record.is_cleared
+                    if "prefill" in tested:
                         self._alone.add(lane.prefill)
 
     def choose(self, record: Record, lane: Lane, now: float) -> tuple[Ref, Ref] | None:
@@ -73,9 +82,20 @@ class Placement:
         for worker, service in ((decode, "decode"), (prefill, "prefill")):
             if service in own:
                 self._alone.add(worker)
+            if not record.is_cleared:
+                self._strangers[worker] += 1
             if self._has_choice(service):
                 self.affinity.note(service, record.prefixes, worker)
         return decode, prefill
+
+    def alone_in(self, record: Record, num: int, decode: Ref, prefill: Ref) -> frozenset[str]:
+        """Of the services where a suspect is tested: those whose worker, just chosen for a lane of
+        ``num`` choices, computes nothing else.
+        """
+        if not record.is_suspect:
+            return frozenset()
+        own = {"decode": self._load[decode] == num, "prefill": self._load[prefill] == 1}
+        return frozenset(s for s in record.suspect_in if own.get(s, True))
 
     def _has_choice(self, service: str) -> bool:
         return len(self._membership.usable(service)) > 1
@@ -86,7 +106,7 @@ class Placement:
         refs = [
             Ref(member.instance, member.incarnation)
             for member in self._membership.usable(service)
-            if self._may_take(member, num, service in own, now)
+            if self._may_take(member, num, record.suspicion if service in own else 0, now)
         ]
         least = min(refs, key=lambda ref: self._load[ref], default=None)
         if least is None or len(refs) == 1:
@@ -96,13 +116,13 @@ class Placement:
             return known
         return least
 
-    def _may_take(self, member: Member, num: int, is_suspect: bool, now: float) -> bool:
+    def _may_take(self, member: Member, num: int, suspicion: int, now: float) -> bool:
         ref = Ref(member.instance, member.incarnation)
         if ref in self._alone or self._busy_until.get(ref, 0.0) > now:
             return False
         if self._load[ref] == 0:
             return True  # whatever the limits say: it will refuse what can never fit
-        if member.is_on_probation or is_suspect:
+        if member.is_on_probation or suspicion > 1 or (suspicion and self._strangers[ref]):
             return False
         limit = member.hello.limits.get("num_slots", DEFAULT_SLOTS)
         if member.service == "prefill":

@@ -150,6 +150,15 @@ class Record:
         """Has to run alone (after a worker died of itself with it)."""
         return self.suspicion > 0 and not self._is_cleared and self.state < State.CANCELLING
 
+    @property
+    def is_cleared(self) -> bool:
+        """Was a suspect, and survived by itself."""
+        return self.suspicion > 0 and self._is_cleared
+
+    def is_at(self, worker: Ref) -> bool:
+        """A lane of the present attempt is placed there."""
+        return any(worker in (x.decode, x.prefill) for x in self.lanes.values())
+
     def is_held_by(self, worker: Ref) -> bool:
         return worker in self._debts
 
@@ -418,7 +427,7 @@ class Record:
             if lane.state is State.HANDOFF and waited_s > handoff_s:
                 return out + self.lose("handoff_timeout", now)
         # NOTE: only the first suspicion passes by surviving; a second one runs alone to its end.
-        if self.alone_in and self.suspicion == 1 and 0 < self._decoding_s < now - ISOLATE_S:
+        if self.is_suspect and self.suspicion == 1 and 0 < self._decoding_s < now - ISOLATE_S:
             self._is_cleared, self.alone_in, self.suspect_in = True, frozenset(), set()
         return out
 

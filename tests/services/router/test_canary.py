@@ -135,6 +135,35 @@ def test_busy_is_left_alone_for_a_moment_or_until_something_is_free() -> None:
     assert f.place(now=1.05)
 
 
+def test_a_suspect_is_tested_beside_cleared_ones_only() -> None:
+    """Else a crash of a large batch makes its streams run one after the other to their ends."""
+    f = Fixture("decode-0", "prefill-0")
+    for incarnation in ("decode-0#1", "prefill-0#1"):
+        f.membership.proved(incarnation)
+    first, second, third = f.record(), f.record(), f.record()
+    for record in (first, second, third):
+        record.suspicion, record.suspect_in = 1, {"decode"}
+
+    def place(record: Record) -> frozenset[str] | None:
+        f.placement.count(f.records)
+        chosen = f.placement.choose(record, record.lanes[0], 0.0)
+        if chosen is None:
+            return None
+        alone_in = f.placement.alone_in(record, 1, *chosen)
+        record.place(0, *chosen, 0.0, alone_in)
+        f.records.append(record)
+        return alone_in
+
+    assert place(first) == {"decode"}
+    assert place(second) is None and not f.place()  # one at a time
+    first._is_cleared, first.alone_in, first.suspect_in = True, frozenset(), set()
+    assert place(second) == frozenset()  # not alone: its company may be to blame
+    third.suspicion = 2
+    assert place(third) is None  # accused twice: with nobody
+    second._is_cleared, second.suspect_in = True, set()
+    assert place(third) is None and f.place()
+
+
 def test_a_suspect_is_alone_where_it_is_suspected() -> None:
     f = Fixture("decode-0", "prefill-0")
     suspect = f.record()
