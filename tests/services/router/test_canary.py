@@ -154,7 +154,7 @@ def test_a_suspect_is_tested_beside_cleared_ones_only() -> None:
         f.records.append(record)
         return alone_in
 
-    assert place(first) == {"decode"}
+    assert place(first) == frozenset({"decode"})
     assert place(second) is None and not f.place()  # one at a time
     first._is_cleared, first.alone_in, first.suspect_in = True, frozenset(), set()
     assert place(second) == frozenset()  # not alone: its company may be to blame
