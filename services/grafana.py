@@ -192,6 +192,15 @@ DASHBOARDS: dict[str, tuple[str, tuple[Panel, ...]]] = {
                 f"{rate('decant_prefix_cache_queries_total')}",
                 "of tokens",
             ),)),
+            Panel("Decode: full pages of hand-offs per second", "short", (
+                (rate("decant_page_cache_hits_total"), "kept"),
+                (rate("decant_page_cache_misses_total"), "pulled"),
+            )),
+            Panel("Prefix cache: trouble", "short", (
+                (gauge("decant_prefix_cache_useless", "instance", "max"), "useless: {{instance}}"),
+                (rate("decant_prefix_cache_corrupt_total"), "changed at prefill"),
+                (rate("decant_page_cache_corrupt_total"), "changed at decode"),
+            ), "useless is 1 while prompts repeat prefixes and none is found."),
             Panel("Put out of the full pool", "short", (
                 (rate("decant_preemptions_total"), "preempted"),
                 (rate("decant_refused_reservations_total", "reason"), "refused: {{reason}}"),
