@@ -33,17 +33,17 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 CONFIGS: dict[tuple[str, str], tuple[tuple[int, Config], ...]] = {
     ("sm_90", "gate_up"): (
         (12, Config(block_n=16, block_t=16, block_k=512, num_warps=1, num_stages=3)),
-        (96, Config(block_n=32, block_t=16, block_k=128, num_warps=2, num_stages=4)),
-        (512, Config(block_n=32, block_t=16, block_k=128, num_warps=2, num_stages=4)),
+        (64, Config(block_n=32, block_t=16, block_k=128, num_warps=2, num_stages=4)),
+        (512, Config(block_n=32, block_t=16, num_warps=2, num_stages=5)),
         (4096, Config(block_n=64, block_t=32, num_warps=4, num_stages=4)),
-        (1 << 30, Config(block_n=64, block_t=128, num_warps=4, num_stages=3)),
+        (1 << 30, Config(block_n=64, block_t=128, block_k=128, num_warps=4, num_stages=3)),
     ),
     ("sm_90", "down"): (
         (12, Config(block_n=32, block_t=16, block_k=128, num_warps=2, num_stages=3)),
-        (96, Config(block_n=32, block_t=16, block_k=128, num_warps=2, num_stages=3)),
-        (512, Config(block_n=32, block_t=16, block_k=128, num_warps=2, num_stages=3)),
+        (64, Config(block_n=32, block_t=16, block_k=128, num_warps=2, num_stages=3)),
+        (512, Config(block_n=32, block_t=16, num_warps=2, num_stages=5)),
         (4096, Config(block_n=128, block_t=32, num_warps=4, num_stages=4)),
-        (1 << 30, Config(block_n=128, block_t=128, num_warps=4, num_stages=3)),
+        (1 << 30, Config(block_n=64, block_t=128, block_k=64, num_warps=4, num_stages=3)),
     ),
     ("sm_120", "gate_up"): (
         (12, Config(block_n=16, block_t=16, num_warps=1, num_stages=6)),

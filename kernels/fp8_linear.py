@@ -31,7 +31,7 @@ CONFIGS: dict[str, tuple[tuple[int, Config], ...]] = {
         (4, Config(block_n=64, block_t=16, splits=8, num_warps=4, num_stages=4)),
         (16, Config(block_n=64, block_t=16, splits=8, num_warps=4, num_stages=4)),
         (32, Config(block_n=64, block_t=32, splits=8, num_warps=4, num_stages=4)),
-        (64, Config(block_n=64, block_t=64, splits=8, num_warps=4, num_stages=3)),
+        (64, Config(block_n=64, block_t=64, splits=8, num_warps=4, num_stages=4)),
         (1 << 30, Config(block_n=64, block_t=128, splits=1, num_warps=4, num_stages=4)),
     ),
     "sm_120": (

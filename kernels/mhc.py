@@ -211,37 +211,16 @@ def _collapse_kernel(
             post + token * 4 + four,
             2 * tl.sigmoid(m_post * tl.load(scale + 1) + tl.load(base + 4 + four)),
         )
-        # the columns of C as four vectors over its rows: row sums need no exchange of lanes
-        s2 = tl.load(scale + 2)
-        at = 8 + four * 4
-        c0 = tl.sum(tl.load(rows[:, None] + at[None, :]), axis=0) * rho * s2
-        c1 = tl.sum(tl.load(rows[:, None] + at[None, :] + 1), axis=0) * rho * s2
-        c2 = tl.sum(tl.load(rows[:, None] + at[None, :] + 2), axis=0) * rho * s2
-        c3 = tl.sum(tl.load(rows[:, None] + at[None, :] + 3), axis=0) * rho * s2
-        c0 += tl.load(base + at)
-        c1 += tl.load(base + at + 1)
-        c2 += tl.load(base + at + 2)
-        c3 += tl.load(base + at + 3)
-        peak = tl.maximum(tl.maximum(c0, c1), tl.maximum(c2, c3))
-        c0, c1, c2, c3 = tl.exp(c0 - peak), tl.exp(c1 - peak), tl.exp(c2 - peak), tl.exp(c3 - peak)
-        r = 1.0 / (c0 + c1 + c2 + c3)
-        c0, c1, c2, c3 = c0 * r + EPS, c1 * r + EPS, c2 * r + EPS, c3 * r + EPS
-        c0 = c0 / (tl.sum(c0, axis=0) + EPS)
-        c1 = c1 / (tl.sum(c1, axis=0) + EPS)
-        c2 = c2 / (tl.sum(c2, axis=0) + EPS)
-        c3 = c3 / (tl.sum(c3, axis=0) + EPS)
+        place = four[:, None] * 4 + four[None, :]
+        m_comb = tl.sum(tl.load(rows[:, None, None] + 8 + place[None, :, :]), axis=0) * rho
+        c = m_comb * tl.load(scale + 2) + tl.load(base + 8 + place)
+        c = tl.exp(c - tl.max(c, axis=1)[:, None])
+        c = c / tl.sum(c, axis=1)[:, None] + EPS
+        c = c / (tl.sum(c, axis=0)[None, :] + EPS)
         for _ in range(ROUNDS - 1):
-            r = 1.0 / (c0 + c1 + c2 + c3 + EPS)
-            c0, c1, c2, c3 = c0 * r, c1 * r, c2 * r, c3 * r
-            c0 = c0 / (tl.sum(c0, axis=0) + EPS)
-            c1 = c1 / (tl.sum(c1, axis=0) + EPS)
-            c2 = c2 / (tl.sum(c2, axis=0) + EPS)
-            c3 = c3 / (tl.sum(c3, axis=0) + EPS)
-        to = comb + token * 16 + four * 4
-        tl.store(to, c0)
-        tl.store(to + 1, c1)
-        tl.store(to + 2, c2)
-        tl.store(to + 3, c3)
+            c = c / (tl.sum(c, axis=1)[:, None] + EPS)
+            c = c / (tl.sum(c, axis=0)[None, :] + EPS)
+        tl.store(comb + token * 16 + place, c)
     u = tl.sum(tl.where(four == 0, pre, 0.0), axis=0) * x0.to(tl.float32)
     u += tl.sum(tl.where(four == 1, pre, 0.0), axis=0) * x1.to(tl.float32)
     u += tl.sum(tl.where(four == 2, pre, 0.0), axis=0) * x2.to(tl.float32)

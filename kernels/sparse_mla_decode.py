@@ -32,23 +32,23 @@ WINDOW_ONLY, SELECTED, ALL = 0, 1, 2
 CONFIGS: dict[tuple[str, int], tuple[tuple[int, Config], ...]] = {
     ("sm_90", WINDOW_ONLY): (
         (512, Config(block_n=32, splits=2, num_warps=4, num_stages=1)),
-        (1 << 30, Config(block_n=32, splits=1, num_warps=8, num_stages=1)),
+        (1 << 30, Config(block_n=32, splits=1, num_warps=4, num_stages=1)),
     ),
     ("sm_90", SELECTED): (
-        (4, Config(block_n=32, splits=20, num_warps=4, num_stages=1)),
-        (16, Config(block_n=32, splits=10, num_warps=4, num_stages=1)),
+        (4, Config(block_n=32, splits=10, num_warps=4, num_stages=1)),
+        (16, Config(block_n=32, splits=10, num_warps=8, num_stages=1)),
         (32, Config(block_n=32, splits=7, num_warps=4, num_stages=1)),
-        (64, Config(block_n=32, splits=5, num_warps=4, num_stages=1)),
-        (128, Config(block_n=32, splits=4, num_warps=4, num_stages=1)),
+        (64, Config(block_n=32, splits=4, num_warps=4, num_stages=1)),
+        (128, Config(block_n=32, splits=2, num_warps=4, num_stages=1)),
         (512, Config(block_n=32, splits=2, num_warps=4, num_stages=1)),
-        (1 << 30, Config(block_n=32, splits=1, num_warps=8, num_stages=1)),
+        (1 << 30, Config(block_n=32, splits=1, num_warps=4, num_stages=1)),
     ),
     ("sm_90", ALL): (
         (4, Config(block_n=32, splits=64, num_warps=4, num_stages=1)),
         (16, Config(block_n=32, splits=32, num_warps=4, num_stages=1)),
         (64, Config(block_n=32, splits=4, num_warps=4, num_stages=1)),
         (512, Config(block_n=32, splits=2, num_warps=4, num_stages=1)),
-        (1 << 30, Config(block_n=32, splits=1, num_warps=8, num_stages=1)),
+        (1 << 30, Config(block_n=32, splits=1, num_warps=4, num_stages=1)),
     ),
     ("sm_120", WINDOW_ONLY): (
         (512, Config(block_n=32, splits=2, num_warps=4, num_stages=1)),

@@ -27,10 +27,10 @@ ROTATE_HEADS = 4  # heads a program of the rotating launch takes
 
 CONFIGS: dict[str, tuple[tuple[int, Config], ...]] = {
     "sm_90": (
-        (16, Config(block_n=64, block_t=16, splits=8, num_warps=4, num_stages=3)),
+        (16, Config(block_n=64, block_t=16, splits=4, num_warps=4, num_stages=3)),
         (32, Config(block_n=64, block_t=32, splits=8, num_warps=4, num_stages=3)),
-        (64, Config(block_n=64, block_t=64, splits=8, num_warps=8, num_stages=2)),
-        (1 << 30, Config(block_n=128, block_t=64, splits=1, num_warps=8, num_stages=2)),
+        (64, Config(block_n=64, block_t=64, splits=4, num_warps=8, num_stages=3)),
+        (1 << 30, Config(block_n=64, block_t=128, splits=1, num_warps=4, num_stages=3)),
     ),
     "sm_120": (
         (16, Config(block_n=64, block_t=16, splits=8, num_warps=4, num_stages=3)),

@@ -51,4 +51,4 @@ def test_every_shipped_configuration(group: str) -> None:
 def test_one_of_each_takes_the_second() -> None:
     items = list(shipped("sm_90", "moe"))
     names = [item.name for item in one_of_each(items)]
-    assert names == ["moe gate_up group 32 <= 96", "moe down group 32 <= 96", "moe combine"]
+    assert names == ["moe gate_up group 32 <= 64", "moe down group 32 <= 64", "moe combine"]
