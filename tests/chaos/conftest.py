@@ -36,4 +36,4 @@ def chaos_set(start_set: Callable[..., RealSet], points: Path) -> Iterator[RealS
 @pytest.fixture(scope="module")
 def stage(chaos_set: RealSet) -> Stage:
     """The set at rest, and the answers that it gave undisturbed."""
-    return Stage(chaos_set)
+    return Stage(chaos_set, num_distinct=18)

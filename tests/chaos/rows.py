@@ -23,7 +23,6 @@ from real_set import decant
 from stage import Result, Stage, p
 from traffic import Answer, Traffic
 
-DISTINCT = 60  # different requests of a row; they are asked again and again
 AT_ONCE = 8
 
 DECODE_POINTS = (
@@ -113,31 +112,35 @@ async def kills(
     num: int,
     minutes: float,
     period_s: float = 3.0,
-    rest_s: float = 0.0,
+    rest_s: float = 0.5,
 ) -> Result:
-    """R1: kill -9 of a random process every three seconds, under every kind of request."""
-    asks = mix.make(seed, DISTINCT, stage.real.model)
+    """R1: kill -9 of a random process every three seconds, under every kind of request.
+
+    rest_s: of a set that is ready again; 0 kills whoever runs, also who is just starting, which on
+    a machine that starts decode in more than some seconds leaves no time to serve anybody.
+    """
+    asks = mix.make(seed, stage.num_distinct, stage.real.model)
     deeds = max(1, num // 20)
     return await under(stage, asks, seed, num, deeds, minutes, period_s, rest_s=rest_s)
 
 
 async def constrained(stage: Stage, seed: int, num: int, minutes: float) -> Result:
     """R12: decode dies while grammar, tools, n = 4, penalties and speculation are in use."""
-    asks = mix.make(seed, DISTINCT // 2, stage.real.model, mix.CONSTRAINED)
+    asks = mix.make(seed, stage.num_distinct // 2, stage.real.model, mix.CONSTRAINED)
     deeds = max(1, num // 20)
     return await under(stage, asks, seed, num, deeds, minutes, 4.0, ("decode-0",), 1.0)
 
 
 async def flapping(stage: Stage, seed: int, num: int, minutes: float) -> Result:
     """R13: the draft dies every second, or as soon as it runs again."""
-    asks = mix.make(seed, DISTINCT // 2, stage.real.model)
+    asks = mix.make(seed, stage.num_distinct // 2, stage.real.model)
     deeds = max(3, num // 10)
     return await under(stage, asks, seed, num, deeds, minutes, 1.0, ("draft-0",), 0.2)
 
 
 async def stops(stage: Stage, seed: int, num: int, minutes: float, stop_s: float = 20.0) -> Result:
     """R4: SIGSTOP of each process in turn, SIGCONT 20 s later; nobody speaks after its fence."""
-    asks = mix.make(seed, DISTINCT // 2, stage.real.model)
+    asks = mix.make(seed, stage.num_distinct // 2, stage.real.model)
     await stage.learn(asks)
     victims = list(WORKERS)
     Random(seed).shuffle(victims)
@@ -163,8 +166,9 @@ async def stops(stage: Stage, seed: int, num: int, minutes: float, stop_s: float
 async def cancels(stage: Stage, seed: int, num: int, minutes: float) -> Result:
     """R5: clients leave at random moments: before, in and after every phase."""
     rng = Random(seed)
-    asks = mix.make(seed, DISTINCT, stage.real.model)
-    asks += mix.long(seed + 1, DISTINCT, stage.real.model, 400)
+    asks = mix.make(seed, stage.num_distinct, stage.real.model)
+    asks += mix.long(seed + 1, stage.num_distinct, stage.real.model, 400)
+    await stage.learn(asks[:9])  # what starts with its first use is there
     end = time.monotonic() + minutes * 60
     num_left = num_ended = num_decoding = 0
     answers: list[Answer] = []
@@ -179,7 +183,7 @@ async def cancels(stage: Stage, seed: int, num: int, minutes: float) -> Result:
                     far.set()
 
             task = asyncio.create_task(traffic.ask(rng.choice(asks), arrived))
-            if rng.random() < 0.5:  # while it decodes, after some tokens
+            if rng.random() < 0.2:  # while it decodes, after some tokens
                 other = asyncio.create_task(is_far.wait())
                 await asyncio.wait({task, other}, return_when=asyncio.FIRST_COMPLETED)
                 other.cancel()
@@ -214,7 +218,7 @@ async def cancels(stage: Stage, seed: int, num: int, minutes: float) -> Result:
 
 async def rolling(stage: Stage, seed: int, num: int, minutes: float) -> Result:
     """R6: ``decant restart`` of every service in turn, again and again, under load."""
-    asks = mix.make(seed, DISTINCT // 2, stage.real.model)
+    asks = mix.make(seed, stage.num_distinct // 2, stage.real.model)
     await stage.learn(asks)
     async with stage.traffic() as traffic:
         calm = await traffic.many(_again(asks, seed, 40), 4)
@@ -285,7 +289,7 @@ async def points(
     folder: the set's DECANT_FAILPOINT_DIR.
     """
     rng = Random(seed)
-    asks = mix.make(seed, DISTINCT // 2, stage.real.model)
+    asks = mix.make(seed, stage.num_distinct // 2, stage.real.model)
     await stage.learn(asks)
     end = time.monotonic() + minutes * 60
     answers: list[Answer] = []
@@ -371,7 +375,7 @@ async def recovery(stage: Stage, seed: int, num: int, minutes: float) -> Result:
 
 async def soak(stage: Stage, seed: int, num: int, minutes: float) -> Result:
     """R14: load for as long as there is time, a kill every minute; memory must not grow."""
-    asks = mix.make(seed, DISTINCT, stage.real.model)
+    asks = mix.make(seed, stage.num_distinct, stage.real.model)
     await stage.learn(asks)
     async with stage.traffic() as traffic:  # caches fill
         await traffic.many(_again(asks, seed + 1, 200), 4)

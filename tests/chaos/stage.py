@@ -23,8 +23,9 @@ Result = dict[str, Any]
 class Stage:
     """One set and what is known of it. ``before`` is its census at rest."""
 
-    def __init__(self, real: RealSet) -> None:
-        self.real = real
+    def __init__(self, real: RealSet, num_distinct: int = 60) -> None:
+        """num_distinct: different requests of a row; they are asked again and again."""
+        self.real, self.num_distinct = real, num_distinct
         self.transcripts: dict[str, str] = {}  # by Ask.key, fault-free
         real.wait_ready()
         real.wait_clean()
