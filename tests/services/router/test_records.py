@@ -429,3 +429,18 @@ def test_the_end_of_a_choice_goes_to_the_decode_that_runs_it() -> None:
     assert record.end_choice(m.EndChoice("r", 1, 2)) == []
     record.worker_died(D, False, 102.0)
     assert record.end_choice(m.EndChoice("r", 1, 1)) == []  # of the attempt that was lost
+
+
+def test_reserve_and_prefill_carry_the_same_salt_with_the_key_in_it() -> None:
+    """Else decode would keep pages under another name, or share them between keys."""
+    salts = []
+    for tenant in ("a", "b"):
+        generate = m.Generate("r", 1, 1, m.Sampling(), "t", tenant=tenant, cache_salt="s")
+        record = Record(generate, pack_ids([1]), b"", "g1", 100.0)
+        record.start(100.0)
+        (reserve,) = bodies(record.place(0, D, P, 100.0))
+        (prefill,) = bodies(record.heard(D, m.Reserved("r", 1, 0), 100.0))
+        assert isinstance(reserve, m.Reserve) and isinstance(prefill, m.Prefill)
+        assert reserve.cache_salt == prefill.cache_salt
+        salts.append(reserve.cache_salt)
+    assert salts[0] != salts[1] and all(s.endswith("s") for s in salts)
