@@ -21,8 +21,8 @@ from typing import Any
 
 from decant.engine.demo.prompts import Case, cases
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from support.real_set import RealSet
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from real_set import RealSet  # noqa: E402
 
 # Short answers, calls, thinking, and two skills with real uncertainty.
 SKILLS = (
