@@ -84,7 +84,7 @@ def _moe(arch: str) -> Iterator[Shipped]:
             arguments |= weights | lists | {"BLOCK_N": c.block_n, "BLOCK_T": c.block_t}
             arguments |= {"UNROLL": fp4_moe.unroll(c, 512, group)}
             name = f"moe down group {group} <= {bound}"
-            yield Shipped(name, arch, fp4_moe._down_kernel, arguments, c, MMA)
+            yield Shipped(name, arch, fp4_moe._down_kernel, arguments, c, MMA, 8)
     arguments = {"partial": F32, "shared": BF16, "out": BF16, "N": 4096, "TOP_K": 6}
     arguments |= {"HAS_SHARED": True, "BLOCK_N": 1024}
     yield Shipped("moe combine", arch, fp4_moe._combine_kernel, arguments, Config())
