@@ -18,6 +18,7 @@ from stage import Result, Stage, p
 from traffic import Answer
 
 OVERLOAD = ("router.max_queued=8", "gateway.max_requests=40", "router.canary=false")
+CUT_WAIT_S = 60.0  # for readers that are cut
 SLOW = ("gateway.slow_reader_s=4", "gateway.max_requests=256")
 REFUSAL_S = 0.1
 STREAMS = 12
@@ -109,10 +110,16 @@ async def slow_readers(stage: Stage, seed: int, num: int, minutes: float) -> Res
     disturbed = await others()
     peak = await asyncio.to_thread(census.take, stage.real)
     growth = (peak.rss["gateway-0"] - before.rss["gateway-0"]) / 1e6
+    # A slow machine needs longer until the answers fill the buffers.
+    until = time.monotonic() + CUT_WAIT_S
+    while True:
+        cut = await asyncio.to_thread(census.log_events, stage.real, "gateway-0", "slow reader cut")
+        if len(cut) >= num or time.monotonic() > until:
+            break
+        await asyncio.sleep(0.5)
     began = time.monotonic()
     for connection in connections:
         connection.close()
-    cut = await asyncio.to_thread(census.log_events, stage.real, "gateway-0", "slow reader cut")
     result: Result = {
         "cut": len(cut),
         "readers": len(connections),
