@@ -1,13 +1,7 @@
 """Kernel tests run on the GPU where there is one, else under Triton's interpreter on the CPU."""
 
-import os
-
-import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read by Triton when a kernel is decorated
-
 import pytest
+import torch
 import triton.runtime.interpreter as interpreter
 
 _patch_lang_tensor = interpreter._patch_lang_tensor

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # as in tests/kernels: read when a kernel is decorated
-
 import pytest
+import torch
 
 from decant.engine.cpu_engine import CpuEngine
 from decant.engine.gpu.engine import GpuEngine
