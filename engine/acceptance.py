@@ -44,8 +44,8 @@ class DepthController:
         self.max_depth = max_depth
         self.is_adaptive = is_adaptive
         self.acceptance = [0.8] * max_depth  # a_i
-        self._step = _Line()
-        self._draft = _Line()
+        self._step = Line()
+        self._draft = Line()
         self._num_chosen = 0
         self._num_measured = 0
 
@@ -86,7 +86,7 @@ class DepthController:
         self._draft.add(num_drafts, seconds, self.DECAY)
 
 
-class _Line:
+class Line:
     """Least squares y = a + b x with forgetting; a, b >= 0."""
 
     def __init__(self) -> None:

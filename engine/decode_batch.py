@@ -33,6 +33,7 @@ class Limits:
     page_bytes: int = 0
     slot_bytes: int = 0
     cache_pages: int = 0  # kept for later requests at most; 0: as many as nobody else wants
+    tpot_budget_s: float = 0.05  # a token of a sequence may take so long beside prefill
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from collections import deque
 import numpy as np
 
 from decant.engine.acceptance import DepthController, accept
+from decant.engine.chunk_credit import ChunkCredit
 from decant.engine.decode_batch import (
     Action,
     Advance,
@@ -97,6 +98,7 @@ class DecodeScheduler:
         self._ready: deque[Sequence] = deque()  # live sequences, next to run first
         self._complete: deque[Lane] = deque()  # to admit
         self._local: deque[Lane] = deque()  # that we prefill by ourselves
+        self.credit_for_chunks = ChunkCredit(limits.tpot_budget_s, limits.chunk_tokens)
         self._prefills: dict[str, str] = {}  # instance -> incarnation
         self._actions: list[Action] = []
         self._outgoing: dict[str, Outgoing] = {}
@@ -438,7 +440,7 @@ class DecodeScheduler:
         firsts: list[Sequence] = []
         while self._complete:
             firsts += self._admit(self._complete.popleft(), page_copies, slot_copies)
-        chunk, lane, clear_slot = self._chunk()
+        chunk, lane, clear_slot = self._chunk(sum(1 + len(s.drafts) for s in chosen))
         if not (chosen or firsts or chunk):
             return None
         self._step += 1
@@ -529,14 +531,15 @@ class DecodeScheduler:
         self._ready.extend(sequences)
         return sequences
 
-    def _chunk(self) -> tuple[PrefillChunk | None, Lane | None, int]:
-        """The next piece of our own prefill, if any."""
-        if not self._local:
+    def _chunk(self, num_rows: int) -> tuple[PrefillChunk | None, Lane | None, int]:
+        """The next piece of our own prefill beside decode rows, if any."""
+        num_tokens = self.credit_for_chunks.grant(num_rows) if self._local else 0
+        if not num_tokens:
             return None, None, -1
         lane = self._local[0]
         start, first = lane.num_computed, lane.message.choices[0]
         slot, ids = lane.slots[first], lane.ids
-        end = min(len(ids), start + self.limits.chunk_tokens)
+        end = min(len(ids), start + num_tokens)
         chunk = PrefillChunk(
             slot,
             start,
@@ -557,6 +560,7 @@ class DecodeScheduler:
         self.books.unhold(owners, "step")
         if plan.lane and plan.step.chunk and not plan.lane.request.is_dropped:
             self._computed(plan.lane, len(plan.step.chunk.token_ids))
+        num_before = self.num_tokens
         advances: list[Advance] = []
         for i, (sequence, draw) in enumerate(zip(plan.firsts, output.first_draws, strict=True)):
             streams = None if output.first_streams is None else output.first_streams[i : i + 1]
@@ -574,6 +578,13 @@ class DecodeScheduler:
             self.speculation.verified(sequence, num - 1, len(tokens) - 1)
             if self._take_draws(sequence, draws[: len(tokens)]):
                 advances.append(Advance(sequence, rows.start, len(tokens), streams))
+        self.credit_for_chunks.stepped(
+            plan.num_rows,
+            len(plan.step.chunk.token_ids) if plan.step.chunk else 0,
+            len(plan.sequences),
+            self.num_tokens - num_before - len(plan.firsts),
+            output.elapsed_s,
+        )
         if plan.step.chunk is None and plan.num_rows:
             self.speculation.depth.stepped(plan.num_rows, output.elapsed_s)
         batch = min(len(self._ready), self.limits.max_batch)

@@ -86,6 +86,7 @@ class DecodeConfig:
     slots: int = 64  # sequences in the batch, reserved or parked, at most
     max_batch: int = 32  # sequences in one step
     growth_tokens: int = 64  # reserved beyond the prompt at admission
+    tpot_budget_ms: float = 50.0  # per token of a sequence, beside prefill chunks in the same steps
     prefix_cache: bool = True  # keep pages, so that the next turn's hand-off brings only the rest
     cache_pages: int = 0  # of these, kept at most for that; 0: as many as nobody else wants
     devices: str = ""  # GPUs of the ranks, "0,1,2,3"; empty: what the process sees
@@ -165,6 +166,7 @@ class Config:
             need(room.threads >= 1, "threads is at least 1")
         for pool in (self.prefill, self.decode):
             need(pool.cache_pages >= 0, "cache_pages is at least 0")
+        need(self.decode.tpot_budget_ms > 0, "decode.tpot_budget_ms is greater than 0")
         need(self.model.max_context >= 128, "model.max_context is at least 128")
         need(
             1 <= self.decode.max_batch <= self.decode.slots, "decode.max_batch is 1 to decode.slots"

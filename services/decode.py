@@ -98,6 +98,7 @@ class DecodeService:
                 pools[0].page_bytes,
                 pools[0].slot_bytes,
                 config.decode.cache_pages,
+                config.decode.tpot_budget_ms / 1e3,
             ),
             DepthController(num_drafts, config.draft.adaptive),
             config.decode.prefix_cache,

@@ -1,11 +1,8 @@
-"""Speculation changes no token: the same prompts, greedy and seeded, with k = 0, 1, 2, 3 and with a
-k
-that changes by itself.
+"""Speculation changes no token: the same prompts, greedy and seeded, k = 0, 1, 2, 3 and changing.
 
 ``python -P tests/e2e/compare_speculation.py [--num 500] [--json FILE]`` starts a set per setting,
-one
-after the other, asks every prompt twice (temperature 0; temperature 1.0 and top-p 0.95 with a seed)
-and compares whole messages with those of the set without drafts. Exit 1 if one differs.
+one after the other, asks every prompt twice (temperature 0; temperature 1.0 and top-p 0.95 with a
+seed) and compares whole messages with those of the set without drafts. Exit 1 if one differs.
 """
 
 from __future__ import annotations
