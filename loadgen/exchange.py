@@ -51,6 +51,7 @@ class _Account(Struct):
     """decant's extension of the final usage chunk."""
 
     stages_ms: dict[str, float] = {}
+    delivery_ms: float = -1.0  # the end of decode's step to the socket, median by token batch
     num_drafted: int = 0
     num_accepted: int = 0
     num_steps: int = 0
@@ -172,6 +173,7 @@ class Exchange:
         if chunk.decant is not None:
             account = chunk.decant
             record.stages_ms = account.stages_ms
+            record.delivery_ms = account.delivery_ms
             if account.num_steps:
                 record.num_drafted = account.num_drafted
                 record.num_accepted = account.num_accepted

@@ -13,7 +13,7 @@ from typing import Any
 from decant.loadgen import charts, metrics
 from decant.loadgen.charts import Series
 from decant.loadgen.plan import Record
-from decant.loadgen.table import LATENCIES, number
+from decant.loadgen.table import DELIVERY, LATENCIES, number
 
 STYLE = """
 :root{color-scheme:light dark;--ink:#1c2126;--dim:#67717b;--line:#d9dee3;--card:#f5f7f9}
@@ -114,6 +114,7 @@ def _latency(summary: dict[str, Any]) -> str:
     columns = ("count", "mean", "p50", "p90", "p95", "p99", "max")
     rows = [(title, summary["latency_ms"].get(key)) for key, title in LATENCIES]
     rows += [(f"stage: {k}", v) for k, v in summary.get("stages_ms", {}).items()]
+    rows.append((DELIVERY, summary.get("delivery_ms")))
     head = "".join(f"<th>{c}</th>" for c in columns)
     body = "".join(
         f"<tr><td>{escape(title)}</td>"

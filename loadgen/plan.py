@@ -81,6 +81,7 @@ class Record(Struct, omit_defaults=True):
     num_output_tokens: int = -1
     num_cached_tokens: int = 0
     stages_ms: dict[str, float] = {}  # decant only
+    delivery_ms: float = -1.0  # decant only: median over token batches, decode's step to our socket
     num_drafted: int = 0
     num_accepted: int = 0
     num_steps: int = 0

@@ -176,6 +176,7 @@ def _add_stages(found: dict[str, Any], ok: Sequence[Record]) -> None:
     found["stages_ms"] = {
         name: stats(r.stages_ms[name] for r in counted if name in r.stages_ms) for name in names
     }
+    found["delivery_ms"] = stats(r.delivery_ms for r in counted if r.delivery_ms >= 0)
     found["handoff_share_of_ttft"] = stats(metrics.handoff_share(r) for r in counted)
 
 
@@ -191,6 +192,7 @@ COLUMNS = [
     "tpot_ms",
     "e2e_ms",
     "longest_stall_ms",
+    "delivery_ms",
     "num_prompt_tokens",
     "num_output_tokens",
     "num_cached_tokens",
@@ -223,6 +225,7 @@ def to_csv(records: Sequence[Record]) -> str:
             "tpot_ms": ms(metrics.tpot_ns(r)),
             "e2e_ms": ms(metrics.e2e_ns(r)),
             "longest_stall_ms": ms(metrics.longest_stall_ns(r)),
+            "delivery_ms": "" if r.delivery_ms < 0 else r.delivery_ms,
         }
         writer.writerow(
             [

@@ -23,6 +23,7 @@ LATENCIES = (
     ("longest_stall", "longest stall"),
     ("lateness", "own lateness"),
 )
+DELIVERY = "each token batch: step to socket"  # medians of the requests
 RECENT = 2000
 
 
@@ -149,6 +150,9 @@ def show(summary: dict[str, Any], console: Console) -> None:
             latency.add_row(title, *(short(found[c]) for c in columns))
     for stage, found in summary.get("stages_ms", {}).items():
         latency.add_row(f"stage: {stage}", *(short(found[c]) for c in columns))
+    delivery = summary.get("delivery_ms", {"count": 0})
+    if delivery["count"]:
+        latency.add_row(DELIVERY, *(short(delivery[c]) for c in columns))
     console.print(latency)
     for error in summary["errors"]:
         console.print(f"[red]{error['count']} x[/red] {error['error']}", markup=True)

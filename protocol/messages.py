@@ -324,6 +324,7 @@ class TextDeltas(Message, frozen=True, tag="text_deltas", omit_defaults=True):
     """One message per step and gateway. Blob 0: ids of all items, in order."""
 
     items: list[TextDelta]
+    drawn_ns: int = 0  # of Tokens
 
 
 # ---- gateway <-> router --------------------------------------------------------------------------
@@ -622,6 +623,7 @@ class Tokens(Message, frozen=True, tag="tokens", omit_defaults=True):
 
     step: int
     runs: list[TokenRun]
+    drawn_ns: int = 0  # CLOCK_MONOTONIC at the end of the engine's step; 0: a replay
 
 
 class ReplayFrom(Message, frozen=True, tag="replay_from", omit_defaults=True):

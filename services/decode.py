@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Callable
 
 import structlog
@@ -198,12 +199,13 @@ class DecodeService:
                 execute_decode, self.engine, self.sampler, plan, self._mask, has_draft
             )
             self.num_steps += 1
+            drawn_ns = time.monotonic_ns()
             failpoints.hit("decode.before_tokens")
             num_before = self.scheduler.num_tokens
             proposal = self.scheduler.apply(output)
             if proposal:
                 self._propose(proposal)  # NOTE: before the tokens, everybody waits for it
-            self._flush()
+            self._flush(drawn_ns=drawn_ns)
             failpoints.hit("decode.after_tokens")
             self._metrics.step(
                 len(plan.sequences) + len(plan.firsts),
@@ -256,8 +258,11 @@ class DecodeService:
 
     # ---- out -------------------------------------------------------------------------------------
 
-    def _flush(self, is_wake: bool = True) -> None:
-        """Send and start what the scheduler decided, and wake the stepping task."""
+    def _flush(self, is_wake: bool = True, drawn_ns: int = 0) -> None:
+        """Send and start what the scheduler decided, and wake the stepping task.
+
+        drawn_ns: when the step ended whose tokens these are; 0 for others.
+        """
         for action in self.scheduler.take():
             if isinstance(action, ToRouter):
                 self._to_router.post(action.message)
@@ -269,7 +274,8 @@ class DecodeService:
             else:
                 self._tasks.create_task(self._pull(action))
         for instance, outgoing in self.scheduler.take_tokens().items():
-            message, blob = Tokens(self.num_steps, outgoing.runs), pack_ids(outgoing.ids)
+            message = Tokens(self.num_steps, outgoing.runs, drawn_ns)
+            blob = pack_ids(outgoing.ids)
             for incarnation, peer in self._tokenizers.peers.items():
                 if peer.instance == instance:
                     self._tokenizers.post(incarnation, message, [blob])

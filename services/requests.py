@@ -459,12 +459,14 @@ class RequestClient:
             end = begin + delta.num_ids
             stream = self._streams.get(delta.request_id)
             if stream is not None and stream.tokenizer is tokenizer:
-                self._apply(stream, delta, ids[begin:end])
+                self._apply(stream, delta, ids[begin:end], deltas.drawn_ns)
             else:
                 self.num_stale += 1
             begin = end
 
-    def _apply(self, stream: Stream, delta: m.TextDelta, ids: array[int]) -> None:
+    def _apply(
+        self, stream: Stream, delta: m.TextDelta, ids: array[int], drawn_ns: int = 0
+    ) -> None:
         """Append at the end, as a whole or not at all."""
         if (
             delta.attempt != stream.attempt
@@ -489,7 +491,7 @@ class RequestClient:
         self._accept(stream)
         if delta.finish_reason:
             stream.is_finished[delta.choice] = True
-        stream.put(Delta(delta, ids))
+        stream.put(Delta(delta, ids, drawn_ns))
         if all(stream.is_finished):
             stream.finished_s = now
             self._send_cancel(stream.request_id, stream.attempt, "finished")

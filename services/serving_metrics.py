@@ -29,6 +29,9 @@ E2E_S = (
 )
 STAGE_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 20.0, 60.0)
 STEP_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
+DELIVERY_S = (
+    *(0.0002, 0.0005, 0.001, 0.0015, 0.002, 0.003, 0.004, 0.006, 0.01, 0.02, 0.05, 0.1, 0.5, 5.0),
+)
 TOKENS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5)) + (1e6,)
 BATCH = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
 STAGES = ("queue", "reserve", "prefill", "handoff", "decode")
@@ -69,6 +72,11 @@ class GatewayMetrics:
             "request_time_per_output_token_seconds", "(last - first) / (tokens - 1)", ITL_S
         )
         self.e2e = histogram("e2e_request_latency_seconds", "Received to last token", E2E_S)
+        self.delivery = histogram(
+            "token_delivery_seconds",
+            "End of a decode step to its tokens' write to the client's socket, by token batch",
+            DELIVERY_S,
+        )
         self.stage = Histogram(
             "decant_stage_seconds",
             "Time of a request's stages: " + " ".join(STAGES),

@@ -44,6 +44,7 @@ class Delta(NamedTuple):
 
     text: m.TextDelta
     ids: array[int]
+    drawn_ns: int = 0  # when decode had them, CLOCK_MONOTONIC; 0: not known
 
 
 Event = Delta | m.Failed | m.Closed

@@ -385,7 +385,7 @@ class Tokenizer:
                 items.append(delta)
                 taken.extend(run_ids[delta.start - run.start :][: delta.num_ids])
         for gateway, (items, taken) in out.items():
-            gateway.outbox.post(m.TextDeltas(items), (pack_ids(taken),))
+            gateway.outbox.post(m.TextDeltas(items, body.drawn_ns), (pack_ids(taken),))
         self._metrics.tokens.inc(len(ids))
         self._metrics.step.observe(time.monotonic() - start_s)
 

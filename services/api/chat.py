@@ -232,7 +232,7 @@ async def stream(request: Request, generation: Generation) -> AsyncIterator[byte
                 out += chunk(delta.choice, piece, **more)
         yield out
     if request.includes_usage:
-        more = account([generation.closed])
+        more = account([generation.closed], generation.deliveries_ms)
         yield sse.data({**frame, "choices": [], "usage": generation.usage.openai(), **more})
     yield sse.DONE
 

@@ -269,7 +269,10 @@ class Run:
                     out += chunk(index, delta.content, delta)
             yield out
         if request.includes_usage:
-            more = account(generation.closed for generation in self.generations)
+            more = account(
+                (generation.closed for generation in self.generations),
+                (ms for generation in self.generations for ms in generation.deliveries_ms),
+            )
             yield sse.data({**frame, "choices": [], "usage": self.usage().openai(), **more})
         yield sse.DONE
 

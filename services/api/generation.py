@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from array import array
+from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -31,6 +32,8 @@ from decant.services.api.usage import Usage
 from decant.services.model_folder import ModelFolder
 from decant.services.requests import Delta, RequestClient, Stream, new_request_id
 from decant.services.serving_metrics import GatewayMetrics
+
+DELIVERIES = 256  # last token batches whose delivery is remembered for the account
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,8 @@ class Generation:
         self.encode_ms = 0.0
         self.first_s = 0.0  # time of the first token, CLOCK_MONOTONIC
         self.request_id = new_request_id()
+        self.deliveries_ms: deque[float] = deque(maxlen=DELIVERIES)
+        self._unsent_ns = 0  # when decode had the oldest tokens that are not written yet
         self._backend, self._job, self._keeps, self._start_s = backend, job, keeps, start_s
         self._stream: Stream | None = None
 
@@ -187,9 +192,20 @@ class Generation:
             if batch:
                 yield list(batch.values())
 
+    def written(self, is_written: bool) -> None:
+        """The events of what ``batches`` gave last were written to the client's socket; False:
+        they were empty (a held-back piece of a stop string, half a character).
+        """
+        drawn_ns, self._unsent_ns = self._unsent_ns, 0
+        if is_written and drawn_ns:
+            took_s = max(0, time.monotonic_ns() - drawn_ns) / 1e9
+            self.deliveries_ms.append(took_s * 1e3)
+            self._backend.metrics.delivery.observe(took_s)
+
     def _count(self, delta: Delta) -> None:
         if not self.first_s:
             self.first_s = time.monotonic()
+        self._unsent_ns = self._unsent_ns or delta.drawn_ns
         text = delta.text
         if text.finish_reason == "error":
             raise EngineError("the model failed to continue this request")

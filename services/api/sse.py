@@ -19,7 +19,7 @@ from aiohttp import web
 
 from decant.protocol.config import GatewayConfig
 from decant.protocol.errors import DecantError
-from decant.services.api.context import ERROR, REQUEST_ID
+from decant.services.api.context import ERROR, GENERATIONS, REQUEST_ID
 
 KEEP_ALIVE_S = 5.0
 SEND_BUFFER = 64 << 10  # bytes, in the kernel and again in the transport
@@ -76,6 +76,8 @@ async def respond(
             except StopAsyncIteration:
                 break
             await writer.write(piece)
+            for generation in request.get(GENERATIONS, ()):
+                generation.written(bool(piece))
             step = asyncio.ensure_future(_next(events))
         await writer.end()
     except SlowReader:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -68,9 +69,12 @@ class Usage:
         }
 
 
-def account(closed: Iterable[Closed | None]) -> dict[str, Any]:
+def account(
+    closed: Iterable[Closed | None], deliveries_ms: Iterable[float] = ()
+) -> dict[str, Any]:
     """The extension ``decant`` of a final usage chunk: where the time went, in ms by stage (of
-    several prompts the longest), and the drafts. Empty while no accounts are there.
+    several prompts the longest), the drafts, and the median of ``deliveries_ms`` (the end of a
+    decode step to the write of its tokens, by token batch). Empty while no accounts are there.
     """
     stages: dict[str, float] = {}
     sums = {"num_drafted": 0, "num_accepted": 0, "num_steps": 0, "num_resumes": 0}
@@ -80,4 +84,7 @@ def account(closed: Iterable[Closed | None]) -> dict[str, Any]:
             stages[name] = max(took_ms, stages.get(name, 0.0))
         for name in sums:
             sums[name] += getattr(one, name)
-    return {"decant": {"stages_ms": stages, **sums}} if found else {}
+    facts: dict[str, Any] = {"stages_ms": stages, **sums}
+    if times := list(deliveries_ms):
+        facts["delivery_ms"] = round(statistics.median(times), 3)
+    return {"decant": facts} if found else {}

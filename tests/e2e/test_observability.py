@@ -80,6 +80,7 @@ def test_bench_explains_the_run(real_set: RealSet, tmp_path: Path) -> None:
     assert found["output_tokens"]["min"] == found["output_tokens"]["max"] == 16
     assert {"queue", "reserve", "prefill", "handoff", "decode"} <= set(found["stages_ms"])
     assert found["handoff_share_of_ttft"]["count"] == requests["ok"]
+    assert found["delivery_ms"]["count"] == requests["ok"] and found["delivery_ms"]["min"] > 0
     assert found["acceptance"]["all"]["length"] >= 1
     assert found["correctness"] == {"checked": 2, "different": 0, "examples": []}
     assert found["pages"]["leaked"] == 0

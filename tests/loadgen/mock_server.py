@@ -94,6 +94,7 @@ class Mock:
             if body.get("stream_options", {}).get("include_usage"):
                 account = {
                     "stages_ms": {"queue": 1.0, "prefill": 2.0, "handoff": 0.5, "decode": 4.0},
+                    "delivery_ms": 0.75,
                     "num_drafted": 2 * (num // 2),
                     "num_accepted": num // 2,
                     "num_steps": num // 2,

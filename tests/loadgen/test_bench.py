@@ -48,6 +48,7 @@ def test_open_loop(bench: Bench) -> None:
     assert found["acceptance"]["all"] == {"requests": 60, "length": 2.0, "rate": 0.5}
     assert set(found["acceptance"]) == {"all", "prose", "json"}
     assert list(found["stages_ms"]) == ["queue", "prefill", "handoff", "decode"]
+    assert found["delivery_ms"]["p50"] == 0.75
     assert found["correctness"] == {"checked": 3, "different": 0, "examples": []}
     assert found["pages"]["leaked"] == 0
 

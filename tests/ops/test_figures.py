@@ -49,7 +49,8 @@ def test_table_of_a_measured_machine(figures: ModuleType, tmp_path: Path) -> Non
     machine = {"cores": 2, "cpu": "C", "torch": "2", "date": "2026-01-02T03:04+00:00",
                "commit": "abc"}  # fmt: skip
     runs: dict[str, dict[str, Any]] = {
-        "one-stream": {"output_token_throughput": 61.4},
+        "one-stream": {"output_token_throughput": 61.4, "delivery_ms": {"p50": 1.44}},
+        "sixteen-streams": {"output_token_throughput": 300, "delivery_ms": {"p50": 2.66}},
         "ttft": {"latency_ms": {"ttft": {"p50": 123.4}}},
         "idle": {"rss_bytes": 1_250_000_000, "idle_cores": 0.041},
         "eval-essential": {
@@ -70,6 +71,8 @@ def test_table_of_a_measured_machine(figures: ModuleType, tmp_path: Path) -> Non
     assert cells["one stream, two drafts a step"] == "61 tok/s"
     assert cells["one stream without speculation"] == figures.NONE
     assert cells["TTFT p50, prompts of 100 tokens"] == "123 ms"
+    name = "tokenizer and gateway add to a token batch, p50: one stream, 16 streams"
+    assert cells[name] == "1.4 ms, 2.7 ms"
     assert cells["memory of all processes"] == "1.25 GB"
     assert cells["processor time when idle"] == "4.1% of a core"
     assert cells["drafts accepted at position 1, 2"] == "90.0%, 80.0%"

@@ -10,6 +10,7 @@ import json
 import secrets
 import shutil
 import socket
+import time
 from array import array
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
@@ -65,6 +66,7 @@ class Script:
     fail_after: int = -1  # steps, then Failed
     cached: int = 0
     logprobs: int = -1
+    drawn_ago_ns: int = 0  # the step's end lies so far back; 0: not told, as in a replay
 
 
 class Backstage:
@@ -171,7 +173,8 @@ class Backstage:
                                1 if is_last and is_eos else -1, logprobs)
                 )  # fmt: skip
                 blob += pack_ids(part)
-            await self._decode.send(m.Tokens(step, runs), (blob,))
+            drawn_ns = time.monotonic_ns() - script.drawn_ago_ns if script.drawn_ago_ns else 0
+            await self._decode.send(m.Tokens(step, runs, drawn_ns), (blob,))
             position += script.group
             step += 1
             await asyncio.sleep(script.pause_s)

@@ -43,6 +43,14 @@ async def events(
         return response.status, [e for e in text.split("\n\n") if e]
 
 
+async def sample(http: aiohttp.ClientSession, stage: Any, name: str) -> float:
+    """The value of a metric of the gateway's page that has no labels but svc and instance."""
+    async with http.get(stage.base + "/metrics") as response:
+        text = await response.text()
+    [line] = [x for x in text.splitlines() if x.startswith(name + "{")]
+    return float(line.rpartition(" ")[2])
+
+
 def chat(**more: Any) -> dict[str, Any]:
     return {**CHAT, **more}
 
@@ -242,6 +250,27 @@ async def test_stream_shape(stage: Any, http: aiohttp.ClientSession) -> None:
     finish = chunks[-2]["choices"][0]
     assert finish["delta"] == {} and finish["finish_reason"] == "stop"
     assert len({c["id"] for c in chunks}) == 1
+
+
+async def test_delivery_is_the_time_from_decode_s_step_to_the_socket(
+    stage: Any, http: aiohttp.ClientSession
+) -> None:
+    """One observation for each token batch of a stream; none for replays (no time of a step) and
+    none for answers that are sent whole.
+    """
+    stage.say("one two" + EOS)
+    stage.script.drawn_ago_ns, stage.script.pause_s = 40_000_000, 0.2
+    asked = chat(stream_options={"include_usage": True})
+    _, found = await events(http, stage, asked)
+    account = json.loads(found[-2][6:])["decant"]
+    assert 40 <= account["delivery_ms"] < 40 + 1000
+    name = "decant_token_delivery_seconds_count"
+    assert await sample(http, stage, name) == 3
+    await post(http, stage, chat())
+    stage.script.drawn_ago_ns = 0
+    _, found = await events(http, stage, asked)
+    assert "delivery_ms" not in json.loads(found[-2][6:])["decant"]
+    assert await sample(http, stage, name) == 3
 
 
 async def test_the_client_s_trace_goes_on(stage: Any, http: aiohttp.ClientSession) -> None:
