@@ -88,7 +88,7 @@ class AllReduce:
         size = workspace_bytes(world, max_values)
         self._memory = SharedMemory(size, rank, device, exchange)
         header = self._memory.own[:HEADER_BYTES].view(torch.int32)
-        self._status = header[STATUS : STATUS + 1]
+        self._status: torch.Tensor = header[STATUS : STATUS + 1]
         if device.type == "cuda":
             self.arch = architecture(device)
             pointers = [m.data_ptr() for m in self._memory.ranks]
