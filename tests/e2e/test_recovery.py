@@ -111,3 +111,35 @@ def test_speculation_changes_no_token(start_set: Callable[..., RealSet], oracle:
         plain.wait_clean()
     finally:
         plain.stop()
+
+
+@pytest.mark.timeout(240)
+def test_two_ranks_a_group_change_no_token(
+    start_set: Callable[..., RealSet], oracle: list[str]
+) -> None:
+    """Profile demo-tp2: prefill, decode and draft are two processes each."""
+    real_set = start_set(profile="demo-tp2")
+    try:
+        assert all_answers(real_set) == oracle
+        real_set.wait_clean()
+    finally:
+        real_set.stop()
+
+
+@pytest.mark.timeout(240)
+def test_32_streams_of_ragged_lengths(real_set: RealSet) -> None:
+    """Twice as many as a step takes: none waits for another's end, all are exact and counted."""
+    jobs = [
+        (PROMPTS[i % 4], {"max_tokens": 5 + 4 * i, "ignore_eos": True, "seed": i, "temperature": 1})
+        for i in range(32)
+    ]
+
+    def ask(job: tuple[str, dict[str, Any]]) -> tuple[str, int]:
+        content, reasoning, figures = real_set.chat(job[0], **job[1])
+        return content + reasoning, int(figures.usage["completion_tokens"])
+
+    with ThreadPoolExecutor(32) as pool:
+        together = list(pool.map(ask, jobs))
+    assert [num for _, num in together] == [job[1]["max_tokens"] for job in jobs]
+    alone = [ask(job) for job in jobs[::8]]
+    assert alone == together[::8]
