@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from decant.engine import synthetic
 from decant.engine.load import load_draft, load_engine, model_folder, model_info
 from decant.protocol.config import Config, DecodeConfig, ModelConfig
 from decant.protocol.errors import CheckpointError, ConfigError
@@ -23,8 +24,11 @@ def peak():  # of this program; getrusage counts what the parent held when it fo
     return int(re.search(r"VmHWM:\\s*(\\d+)", open("/proc/self/status").read())[1])
 before = peak()
 from decant.engine.load import load_engine
-from decant.protocol.config import Config, DecodeConfig
-engine = load_engine(Config(decode=DecodeConfig(pages=8, slots=2, max_batch=2)), "decode")
+from decant.protocol.config import Config, DecodeConfig, ModelConfig
+config = Config(
+    model=ModelConfig(path=sys.argv[1]), decode=DecodeConfig(pages=8, slots=2, max_batch=2)
+)
+engine = load_engine(config, "decode")
 after = peak()
 weights = 0
 seen = set()
@@ -44,12 +48,29 @@ print(before >> 10, after >> 10, weights >> 20)
 """
 
 
+def measure(path: str) -> tuple[int, int, int]:
+    """MiB: peak of the process before loading, in all, and of the weights."""
+    command = [sys.executable, "-P", "-c", MEASURE, path]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    before, peak, weights = (int(x) for x in done.stdout.split())
+    return before, peak, weights
+
+
+@pytest.mark.slow
+def test_memory_of_a_larger_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights of gigabytes: the peak is theirs and less than 1 GB, the mapped files included."""
+    wide = {**synthetic.WIDTHS["tiny"], "hidden_size": 1024, "moe_intermediate_size": 1024,
+            "n_routed_experts": 32}  # fmt: skip
+    monkeypatch.setitem(synthetic.WIDTHS, "wide", wide)
+    synthetic.make_checkpoint(tmp_path / "wide", 4, "wide", 0)
+    before, peak, weights = measure(str(tmp_path / "wide"))
+    assert weights > 1500
+    assert peak - before <= weights + 1000
+
+
 def test_memory_of_a_process() -> None:
     """The shipped model: peak is the weights and little more, streamed tensor by tensor."""
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", MEASURE], capture_output=True, text=True, check=True
-    )
-    before, peak, weights = (int(x) for x in done.stdout.split())
+    before, peak, weights = measure("")
     assert weights > 50
     assert peak - before <= weights + 100
     assert peak <= 700
