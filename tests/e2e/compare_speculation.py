@@ -3,6 +3,8 @@
 ``python -P tests/e2e/compare_speculation.py [--num 500] [--json FILE]`` starts a set per setting,
 one after the other, asks every prompt twice (temperature 0; temperature 1.0 and top-p 0.95 with a
 seed) and compares whole messages with those of the set without drafts. Exit 1 if one differs.
+In pieces: ``--oracle FILE`` keeps the answers without drafts, ``--only "k = 2"`` runs one setting
+against them and adds its row to ``--json``.
 """
 
 from __future__ import annotations
@@ -71,15 +73,28 @@ def run(pairs: list[str], todo: list[Case]) -> tuple[list[Any], float]:
 def main() -> int:
     parser = argparse.ArgumentParser(description="speculation on and off give the same answers")
     parser.add_argument("--num", type=int, default=500, help="prompts, each asked twice")
-    parser.add_argument("--json", help="write the result here")
+    parser.add_argument("--json", type=Path, help="write the result here, or add to it")
+    parser.add_argument("--only", choices=list(SETTINGS), help="one setting")
+    parser.add_argument("--oracle", type=Path, help="answers without drafts: written, then read")
     args = parser.parse_args()
     todo = prompts(args.num)
     result: dict[str, Any] = {"prompts": len(todo), "settings": {}}
+    if args.only and args.json and args.json.exists():
+        result = json.loads(args.json.read_text())
     expected: list[Any] = []
+    if args.oracle and args.oracle.exists():
+        expected = json.loads(args.oracle.read_text())
     num_different = 0
     for name, pairs in SETTINGS.items():
+        if args.only not in (None, name):
+            continue
         answers, seconds = run(pairs, todo)
-        expected = expected or answers
+        if not expected:
+            if name != next(iter(SETTINGS)):
+                parser.error(f"{name!r} needs the answers without drafts: --oracle FILE")
+            expected = answers
+            if args.oracle:
+                args.oracle.write_text(json.dumps(answers))
         different = [i for i, (a, b) in enumerate(zip(answers, expected, strict=True)) if a != b]
         num_different += len(different)
         row = {
@@ -90,8 +105,8 @@ def main() -> int:
         }
         result["settings"][name] = row
         print(name, json.dumps(row), flush=True)
-    if args.json:
-        Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
+        if args.json:
+            args.json.write_text(json.dumps(result, indent=1) + "\n")
     return 1 if num_different else 0
 
 
