@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import shutil
 import stat
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from real_set import RealSet, decant
 
+from decant.engine import synthetic
 from decant.services import rundir
+from decant.services.preflight import demo_folder
 
 
 def test_status(real_set: RealSet) -> None:
@@ -133,3 +137,28 @@ def test_down_after_the_supervisor_was_killed(start_set: Callable[..., RealSet])
     assert done.returncode == 0, done.stderr
     assert not rundir.leftovers(real.config)
     assert not rundir.is_alive(supervisor)
+
+
+@pytest.mark.timeout(240)
+def test_a_downloaded_folder(
+    start_set: Callable[..., RealSet], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The published tensor names, dtypes and shard index in tiny shapes, by its path only."""
+    tiny = {**synthetic.WIDTHS["tiny"], "vocab_size": 2560}
+    monkeypatch.setitem(synthetic.WIDTHS, "tiny", tiny)
+    folder = tmp_path / "DeepSeek-V4-Flash"
+    synthetic.make_checkpoint(folder, 5, "tiny", 1)
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(demo_folder() / name, folder / name)
+    assert len(list(folder.glob("model-*-of-*.safetensors"))) > 1
+    real_set = start_set(f"model.path={folder}")
+    try:
+        done = decant("chat", "Why is the sky blue?", "--figures", "--max-tokens", "20",
+                      "--run-dir", str(real_set.run_dir))  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert "TTFT" in done.stdout
+        _, models = real_set.api.call("GET", "/v1/models")
+        assert "DeepSeek-V4-Flash" in str(models)
+        real_set.wait_clean()
+    finally:
+        real_set.stop()
