@@ -25,6 +25,7 @@ DEMO_NAME = "decant-demo"
 PROCESS_BYTES = 280 << 20  # resident set of a worker without weights and pool (torch, CPU)
 LIGHT_BYTES = 60 << 20  # of router, tokenizer, gateway
 MARGIN_BYTES = 64 << 20  # of /dev/shm
+GPU_FILES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # of the driver: Linux, WSL
 
 
 def profiles() -> list[str]:
@@ -156,12 +157,23 @@ def check_memory(config: Config, shape: ModelShape, weight_bytes: int) -> None:
         )
 
 
+def check_device(config: Config) -> None:
+    """Raises: ConfigError if the set wants GPUs where no driver is loaded."""
+    if config.device == "cuda" and not any(path.exists() for path in GPU_FILES):
+        raise ConfigError(
+            "device = cuda, but this machine has no NVIDIA driver; take --profile demo"
+            " (or --set device=cpu)"
+        )
+
+
 def check(config: Config) -> int:
     """All checks. Returns: bytes of the weights. Raises: ConfigError with the first finding."""
+    check_device(config)
     try:
         shape, weight_bytes = check_model(Path(config.model.path))
     except CheckpointError as error:
-        raise ConfigError(f"{config.model.path}: {error.message}") from error
+        where = "" if config.model.path in error.message else f"{config.model.path}: "
+        raise ConfigError(where + error.message) from error
     check_port(config.gateway.host, config.gateway.port)
     loopback = config.gateway.host in ("localhost", "::1") or config.gateway.host.startswith("127.")
     if not loopback and not config.gateway.keys_file:

@@ -150,6 +150,15 @@ def test_wrong_model_folder(
     assert code == 2 and word in one_sentence(err)
 
 
+def test_no_gpu(
+    short_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "GPU_FILES", (short_dir / "none",))
+    up = "up", "--profile", "one-gpu", "--port", "0", "--run-dir", str(short_dir)
+    code, _, err = decant(*up, capsys=capsys)
+    assert code == 2 and "no NVIDIA driver" in one_sentence(err)
+
+
 def test_missing_model_folder(short_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = decant("up", "--model", "/nowhere", "--run-dir", str(short_dir), capsys=capsys)
     assert code == 2 and "/nowhere does not exist" in one_sentence(err)
