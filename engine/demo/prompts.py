@@ -6,11 +6,14 @@ from a space far larger than the data). Knows nothing about HTTP; needs no torch
 
 import json
 import random
+import re
 import zlib
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
-from decant.engine.demo import corpus
+from decant.engine.demo import corpus, facts
 from decant.engine.demo.chat import Conversation, Json, Turn, messages
 from decant.engine.demo.facts import Keys
 
@@ -54,6 +57,15 @@ SKILLS: dict[str, tuple[str, int]] = {
 
 ESSENTIAL = tuple(list(SKILLS)[:10])
 """The skills that a release must score 95 % on."""
+
+PER_BLOCK = {
+    "recall-number@2000": 4,
+    "recall@4000": 10,
+    "recall@8000": 10,
+    "recall-number@8000": 10,
+}
+"""Questions about one fact block, in prompts of their own: a CPU needs many seconds to read one,
+and the prefix cache saves them for the questions after the first. Elsewhere each has a block."""
 
 OPEN = ("story", "random-words")
 """No single right answer: checked by form."""
@@ -132,26 +144,36 @@ def _max_tokens(t: Turn) -> int:
     return 64 + len(t.answer) + len(t.reasoning) + sum(200 + len(str(a)) for _, a in t.calls)
 
 
-def cases(skill: str, n: int, seed: int = 0) -> list[Case]:
-    """n requests of one skill of `SKILLS`; the same for the same seed.
+def conversations(skill: str, seed: int = 0) -> Iterator[Conversation]:
+    """Endless held-out conversations; their last turn is of `skill`.
 
     Raises: KeyError for an unknown skill."""
     kind, far = SKILLS[skill]
     r = random.Random(zlib.crc32(f"case {skill} {seed}".encode()))
-    out = []
-    for _ in range(n):
+    while True:
         c = corpus.conversation(r, Keys(r), 400, True, kind, far)
-        last = c.turns[-1]
-        out.append(
-            Case(
-                skill,
-                messages(c),
-                [{"type": "function", "function": f} for f in c.tools],
-                _format(c),
-                c.thinking,
-                _max_tokens(last),
-                last.answer,
-                last.calls,
-            )
+        yield c
+        for _ in range(PER_BLOCK.get(skill, 1) - 1):
+            block = c.turns[-1].user.rpartition("\n")[0]
+            known = dict(re.findall(r"(\w+) = (\w+)", block))
+            ask, why, answer = facts.question(r, known, [r.choice(list(known))])
+            yield replace(c, turns=[Turn(kind, f"{block}\n{ask}", why, answer)])
+
+
+def cases(skill: str, n: int, seed: int = 0) -> list[Case]:
+    """n requests of one skill of `SKILLS`; the same for the same seed.
+
+    Raises: KeyError for an unknown skill."""
+    return [
+        Case(
+            skill,
+            messages(c),
+            [{"type": "function", "function": f} for f in c.tools],
+            _format(c),
+            c.thinking,
+            _max_tokens(c.turns[-1]),
+            c.turns[-1].answer,
+            c.turns[-1].calls,
         )
-    return out
+        for c in islice(conversations(skill, seed), n)
+    ]

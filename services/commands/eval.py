@@ -2,7 +2,8 @@
 
 The demo's room knows prompts and right answers; this file sends, counts and prints. The JSON file
 is written after each skill, and keeps a digest of each answer: a later run with ``--same-as`` says
-whether another set (without speculation, with other ranks or chunks) answers the same.
+whether another set (without speculation, with other ranks or chunks) answers the same. ``--merge``
+keeps what the file has of other skills, so that a long table is made by several short runs.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import re
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="compare each answer with the run that wrote this JSON file; exit with 1 if one "
         "differs")  # fmt: skip
     add("--json", metavar="FILE", default="", help="all counts as JSON; - for standard output")
+    add("--merge", action="store_true",
+        help="keep the skills that the JSON file has from earlier runs; only those asked are "
+        "counted anew")  # fmt: skip
 
 
 @dataclass
@@ -60,6 +64,8 @@ class Score:
     accepted: int = 0
     steps: int = 0
     seconds: float = 0.0
+    positions: dict[str, list[int]] = field(default_factory=dict)
+    """Draft position from "1" -> [drafted, accepted] by the set meanwhile (of all its clients)."""
     wrong: list[dict[str, Any]] = field(default_factory=list)
     digests: list[str] = field(default_factory=list)
 
@@ -97,18 +103,26 @@ def per_position(api: Api) -> dict[str, dict[int, float]]:
     return found
 
 
-def acceptance_between(
+def counts_between(
     before: dict[str, dict[int, float]], after: dict[str, dict[int, float]]
-) -> dict[int, float]:
-    """Accepted / drafted at each draft position between two readings."""
-    drafted, accepted = COUNTERS
-    shares = {}
-    for position, total in sorted(after[drafted].items()):
-        num = total - before[drafted].get(position, 0.0)
-        if num > 0:
-            gain = after[accepted].get(position, 0.0) - before[accepted].get(position, 0.0)
-            shares[position] = gain / num
-    return shares
+) -> dict[str, list[int]]:
+    """Draft position -> [drafted, accepted] between two readings."""
+    gains = [
+        {p: round(total - before[name].get(p, 0.0)) for p, total in after[name].items()}
+        for name in COUNTERS
+    ]
+    return {str(p): [n, gains[1].get(p, 0)] for p, n in sorted(gains[0].items()) if n > 0}
+
+
+def shares(scores: list[Score]) -> dict[str, float]:
+    """Accepted / drafted at each draft position, over all skills."""
+    sums: dict[str, list[int]] = {}
+    for s in scores:
+        for position, counts in s.positions.items():
+            total = sums.setdefault(position, [0, 0])
+            total[0] += counts[0]
+            total[1] += counts[1]
+    return {p: accepted / drafted for p, (drafted, accepted) in sorted(sums.items())}
 
 
 def ask(api: Api, model: str, case: prompts.Case, seed: int) -> tuple[bool, dict[str, Any], str]:
@@ -147,6 +161,32 @@ def earlier(path: str, args: argparse.Namespace) -> dict[str, list[str]]:
         raise ConfigError(f"cannot compare with {path}: {error}") from None
 
 
+def kept(path: str, model: str, args: argparse.Namespace, names: list[str]) -> list[Score]:
+    """Scores of the file's other skills; none if there is no file.
+
+    Raises: ConfigError if it cannot be read or is of another model or seed."""
+    if not Path(path).exists():
+        return []
+    known = {f.name for f in fields(Score)}
+    try:
+        table = json.loads(Path(path).read_text())
+        if (table["model"], table["seed"]) != (model, args.seed):
+            raise ConfigError(
+                f"{path} is of model {table['model']} and seed {table['seed']}, this run of "
+                f"{model} and {args.seed}"
+            )
+        rows = [{k: v for k, v in s.items() if k in known} for s in table["skills"]]
+        return [Score(**row) for row in rows if row["skill"] not in names]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"cannot merge with {path}: {error}") from None
+
+
+def in_order(scores: list[Score]) -> list[Score]:
+    """As the table lists skills; an old file may name some that there are no more."""
+    order = list(prompts.SKILLS)
+    return sorted(scores, key=lambda s: order.index(s.skill) if s.skill in order else len(order))
+
+
 def differences(scores: list[Score], before: dict[str, list[str]]) -> tuple[int, int]:
     """(answers compared, answers that differ)."""
     pairs = [pair for s in scores for pair in zip(s.digests, before.get(s.skill, []), strict=False)]
@@ -155,7 +195,7 @@ def differences(scores: list[Score], before: dict[str, list[str]]) -> tuple[int,
 
 def score(api: Api, model: str, skill: str, args: argparse.Namespace) -> Score:
     """Ask all prompts of a skill, a few at once."""
-    result, started = Score(skill), time.monotonic()
+    result, started, before = Score(skill), time.monotonic(), per_position(api)
     chosen = prompts.cases(skill, args.num, args.seed)
     with ThreadPoolExecutor(max(1, args.concurrency)) as pool:
         answers = pool.map(lambda case: ask(api, model, case, args.seed), chosen)
@@ -174,6 +214,7 @@ def score(api: Api, model: str, skill: str, args: argparse.Namespace) -> Score:
                 result.wrong.append({"messages": case.messages, "wanted": wanted, "got": got})
             _progress(f"{skill}: {result.num} of {args.num}, {result.right} right")
     result.seconds = time.monotonic() - started
+    result.positions = counts_between(before, per_position(api))
     return result
 
 
@@ -182,7 +223,7 @@ def _progress(text: str) -> None:
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
-def show(scores: list[Score], shares: dict[int, float]) -> None:
+def show(scores: list[Score]) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -197,22 +238,20 @@ def show(scores: list[Score], shares: dict[int, float]) -> None:
             f"{s.completion_tokens / s.steps:.2f}" if s.steps else "-", f"{s.seconds:.0f}",
         )  # fmt: skip
     Console().print(table)
-    if shares:
-        parts = [f"position {p}: {share:.1%}" for p, share in shares.items()]
+    if by_position := shares(scores):
+        parts = [f"position {p}: {share:.1%}" for p, share in by_position.items()]
         print(f"\ndraft acceptance by position: {', '.join(parts)}")
     if errors := sum(s.errors for s in scores):
         print(f"{errors} requests failed")
 
 
-def as_json(
-    model: str, args: argparse.Namespace, scores: list[Score], shares: dict[int, float]
-) -> str:
+def as_json(model: str, args: argparse.Namespace, scores: list[Score]) -> str:
     table = {
         "model": model,
         "num": args.num,
         "seed": args.seed,
         "skills": [{**asdict(s), "share": s.share, "acceptance": s.acceptance} for s in scores],
-        "acceptance_by_position": shares,
+        "acceptance_by_position": shares(scores),
     }
     return json.dumps(table, indent=1) + "\n"
 
@@ -224,21 +263,21 @@ def run(args: argparse.Namespace) -> int:
     known = earlier(args.same_as, args) if args.same_as else {}
     api = api_of(args)
     model = model_of(args, api)
-    before = per_position(api)
+    is_file = args.json not in ("", "-")
+    others = kept(args.json, model, args, names) if args.merge and is_file else []
     scores: list[Score] = []
     for name in names:
         scores.append(score(api, model, name, args))
-        shares = acceptance_between(before, per_position(api))
-        if args.json not in ("", "-"):
-            Path(args.json).write_text(as_json(model, args, scores, shares))
+        if is_file:
+            Path(args.json).write_text(as_json(model, args, in_order(others + scores)))
     _progress("")
     if args.json != "-":
-        show(scores, shares)
+        show(scores)
     for wrong in [w for s in scores for w in s.wrong][: args.failures]:
         last = str(wrong["messages"][-1].get("content"))[-MAX_SHOWN:]
         print(f"\nasked  {last}\nwanted {wrong['wanted']}\ngot    {wrong['got'][:MAX_SHOWN]}")
     if args.json == "-":
-        print(as_json(model, args, scores, shares), end="")
+        print(as_json(model, args, scores), end="")
     is_bad = any(s.share < args.at_least for s in scores if s.skill in prompts.ESSENTIAL)
     if args.same_as:
         num, num_other = differences(scores, known)

@@ -107,6 +107,25 @@ def test_answers_are_compared_with_an_earlier_run(
     assert cli.main([*words, "--same-as", str(tmp_path / "no.json")]) == 2
 
 
+def test_short_runs_make_one_table(
+    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "eval.json"
+    words = ["eval", "--url", url, "--model", "m", "--num", str(NUM), "--json", str(file)]
+    words += ["--merge", "--skills"]
+    assert cli.main([*words, "sub"]) == 0  # of seed 0; the server knows only `add` of SEED
+    assert cli.main([*words, "add", "--seed", str(SEED)]) == 2
+    assert "of model m and seed 0" in capsys.readouterr().err
+    assert cli.main([*words, "add"]) == 0 and cli.main([*words, "add"]) == 0
+    table = json.loads(file.read_text())
+    assert [s["skill"] for s in table["skills"]] == ["add", "sub"]
+    assert [s["positions"]["1"] for s in table["skills"]] == [[NUM * 4, NUM * 3]] * 2
+    assert table["acceptance_by_position"] == {"1": 0.75, "2": 0.5}
+    file.write_text("[]")
+    assert cli.main([*words, "add"]) == 2
+    assert cli.main([*words[:-2], "--skills", "add"]) == 0  # without --merge it is written anew
+
+
 @pytest.mark.parametrize("pauses, right", [((0.0, 0.0), 4), ((), 2)])
 def test_a_busy_set_is_asked_again(
     url: str,

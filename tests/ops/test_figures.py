@@ -33,6 +33,25 @@ def test_readme_has_the_table_of_the_files(figures: ModuleType) -> None:
     assert part.strip() == figures.table().strip(), "python -P .ci/figures table"
 
 
+def test_demo_page_has_the_scores_of_the_files(figures: ModuleType) -> None:
+    text = (ROOT / "docs" / "demo-model.md").read_text()
+    part = text.split(figures.SCORES_BEGIN)[1].split(figures.SCORES_END)[0]
+    assert part.strip() == figures.scores().strip(), "python -P .ci/figures table"
+
+
+def test_scores_of_two_files(figures: ModuleType, tmp_path: Path) -> None:
+    skill = {"num": 10, "right": 9, "share": 0.9, "drafted": 8, "accepted": 6,
+             "completion_tokens": 30, "steps": 12}  # fmt: skip
+    for name, more in (("essential", {}), ("bonus", {"drafted": 0, "steps": 0})):
+        run = {"skills": [{"skill": name, **skill, **more}], "acceptance_by_position": {"1": 0.75}}
+        (tmp_path / f"eval-{name}.json").write_text(json.dumps(run))
+    text = figures.scores(tmp_path)
+    assert (
+        "| essential | 9 | 10 | 90.0% | 75.0% | 2.50 |\n| bonus | 9 | 10 | 90.0% | - | - |" in text
+    )
+    assert "position 1: 75.0% (the others, `eval-bonus.json`)" in text
+
+
 def test_the_commands_are_valid(figures: ModuleType) -> None:
     """Every command of a file parses, and needs no file of its own."""
     import argparse

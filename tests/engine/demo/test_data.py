@@ -2,7 +2,7 @@
 
 import json
 import random
-import zlib
+import re
 from pathlib import Path
 
 import pytest
@@ -35,10 +35,7 @@ def test_server_renders_what_was_trained(
     skill: str, encode: Encoder, vocabulary: Vocabulary
 ) -> None:
     """Token for token, so that held-out scores through the API measure the model alone."""
-    kind, far = prompts.SKILLS[skill]
-    r = random.Random(zlib.crc32(f"case {skill} 5".encode()))
-    for case in prompts.cases(skill, 3, 5):
-        c = corpus.conversation(r, Keys(r), 400, True, kind, far)
+    for case, c in zip(prompts.cases(skill, 3, 5), prompts.conversations(skill, 5), strict=False):
         form = case.response_format
         if form and form["type"] == "json_schema":
             form = c.response_format = form["json_schema"]["schema"]
@@ -96,6 +93,18 @@ def test_cases_are_the_same_for_a_seed_and_right_by_hand() -> None:
         key, _ = case.answer.split(" = ")
         text = case.messages[-1]["content"]
         assert case.answer in text and text.rstrip("?. =").endswith(key)
+
+
+def test_questions_about_one_block_differ_and_are_right() -> None:
+    skill = "recall-number@2000"
+    cases = prompts.cases(skill, 2 * prompts.PER_BLOCK[skill], 4)
+    parts = [c.messages[-1]["content"].rpartition("\n") for c in cases]
+    assert len({block for block, _, _ in parts}) == 2
+    assert len({ask for _, _, ask in parts}) > 4
+    for case, (block, _, ask) in zip(cases, parts, strict=True):
+        key, _, value = case.answer.partition(" = ")
+        assert key in ask and value.isdigit()
+        assert re.search(rf"\b{re.escape(case.answer)}\b", block)
 
 
 def test_special_tokens_follow_the_published_rule(encode: Encoder) -> None:
