@@ -38,6 +38,7 @@ class Envelope:
     body: Message
     blobs: tuple[bytes, ...] = ()
     identity: bytes = b""  # of the peer, on a ROUTER socket
+    pid: int = 0  # of a Hello's sender, as the kernel says; 0: unknown
 
 
 @dataclass

@@ -130,6 +130,11 @@ class Dispatcher:
                 self._from_gateway(member, envelope, now)
         self._after(now)
 
+    def refuse(self, envelope: Envelope, why: str) -> None:
+        """The sender of a Hello is not who it says it is; nobody's membership changes."""
+        self._count("unexpected", ("hello",))
+        self._reply(envelope, m.Refuse(why))
+
     def tick(self) -> None:
         """Several times a second: deadlines, repetitions, canary."""
         now = self._clock()

@@ -1,13 +1,19 @@
-"""How the processes of a run directory ended, read from supervisord's own log.
+"""How a process ended: by itself, or killed from outside. What the poison rule rests on.
 
-supervisord's PROCESS_STATE events carry no exit status (only whether it was an expected one) and a
-listener that falls behind loses events, so the log, which it writes at the moment of the reaping,
-is the better witness. It is a hint for the poison rule: who ended by itself, and who was killed.
+Two witnesses, neither of which has to be its parent. The kernel: a zombie's ``/proc/PID/stat`` ends
+with its wait status, and from Linux 6.15 on a pidfd keeps it after the reaping. supervisord: it
+writes every end to its log at the moment of the reaping, and alone knows whether it had asked for
+it. Its PROCESS_STATE events are no witness: they carry no exit status (only whether it was an
+expected one, and none of a signal's is), and a listener that falls behind loses some.
 """
 
 from __future__ import annotations
 
+import fcntl
+import os
 import re
+import signal
+import struct
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +22,11 @@ _ENDED = re.compile(r"(exited|stopped): (\S+) \((.*?)(?:; (?:not )?expected)?\)\
 _SIGNAL = re.compile(r"terminated by (SIG\w+|signal \d+)")
 _STATUS = re.compile(r"exit status (\d+)")
 MAX_LOG_BYTES = 11 << 20  # one rotated file of supervisord and a little
+OUTSIDE = (signal.SIGKILL, signal.SIGTERM)  # nobody does that to himself
+
+# linux/pidfd.h: struct pidfd_info of 64 bytes {u64 mask, cgroupid; u32 pid ... ; s32 exit_code}.
+_PIDFD_INFO_BYTES, _PIDFD_INFO_EXIT, _EXIT_CODE_AT = 64, 8, 60
+_PIDFD_GET_INFO = 3 << 30 | _PIDFD_INFO_BYTES << 16 | 0xFF << 8 | 11  # _IOWR(0xFF, 11, ...)
 
 
 @dataclass(frozen=True)
@@ -44,6 +55,42 @@ class Exit:
     def is_own_fault(self) -> bool:
         """Ended by itself: not asked, not killed or terminated from outside, no status 0."""
         return not self.was_asked and self.signal not in ("SIGKILL", "SIGTERM") and self.status != 0
+
+
+def wait_status(pid: int, descriptor: int) -> int | None:
+    """Wait status of a process that has ended, as the kernel tells everybody of its user.
+
+    descriptor: its pidfd. None: it still runs, or it is reaped and the kernel is older than 6.15.
+    """
+    try:
+        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        # NOTE: a pid that was reaped and given to another zombie within a moment is not ours.
+        if words[0] == "Z" and _pid_of(descriptor) == pid:
+            return int(words[-1])
+    except (OSError, ValueError, IndexError, StopIteration):
+        pass
+    info = bytearray(_PIDFD_INFO_BYTES)
+    struct.pack_into("<Q", info, 0, _PIDFD_INFO_EXIT)
+    try:
+        fcntl.ioctl(descriptor, _PIDFD_GET_INFO, info)
+    except OSError:
+        return None
+    if not struct.unpack_from("<Q", info, 0)[0] & _PIDFD_INFO_EXIT:
+        return None
+    return int(struct.unpack_from("<i", info, _EXIT_CODE_AT)[0])
+
+
+def _pid_of(descriptor: int) -> int:
+    """The process that a pidfd stands for; -1 once it is reaped."""
+    text = Path(f"/proc/self/fdinfo/{descriptor}").read_text()
+    return next(int(x[4:]) for x in text.splitlines() if x.startswith("Pid:"))
+
+
+def is_outside(status: int) -> bool:
+    """Whether a wait status says that it was told to end, or had nothing more to do."""
+    if os.WIFSIGNALED(status):
+        return os.WTERMSIG(status) in OUTSIDE
+    return os.WEXITSTATUS(status) == 0
 
 
 def parse_exits(text: str) -> list[Exit]:

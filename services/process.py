@@ -13,7 +13,8 @@ and its ``main`` asks for ``stop()``, an ``asyncio.Event``:
 * A second signal, or the death of the parent (supervisord), cancels ``main``; if it has not ended
   ``GRACE_S`` later, the process exits hard with status 1.
 * ``main`` returning ends the process. A ConfigError gives one sentence on stderr and status 2, any
-  other exception is logged and gives status 1; supervisord starts the process anew.
+  other exception is logged and gives status 1; supervisord starts the process anew. (It does so at
+  once; only who lived less than a second waits longer each time.)
 
 While the process lives it holds a file lock ``INSTANCE.process`` in the run directory; a successor
 waits for it, bounded, before ``main`` starts: two processes never bind one instance's sockets.
@@ -37,7 +38,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import structlog
 import uvloop
@@ -48,6 +49,7 @@ from decant.services import logs
 
 LOCK_WAIT_S = 60.0
 GRACE_S = 5.0
+YOUNG_S, PAUSE_S = 10.0, 1.0  # who fails so early pauses, for a failing start must not fill a core
 LAG_PERIOD_S = 0.25
 PR_SET_PDEATHSIG = 1
 
@@ -179,7 +181,13 @@ def run(service: str, main: Main) -> None:
     parser.add_argument("--config", required=True, type=Path, help="resolved configuration (TOML)")
     parser.add_argument("--instance", default=f"{service}-0", help="name, %(default)s")
     arguments = parser.parse_args()
-    parent = os.getppid()
+    parent, begun_s = os.getppid(), time.monotonic()
+
+    def fail(status: int) -> NoReturn:
+        if time.monotonic() - begun_s < YOUNG_S:
+            time.sleep(PAUSE_S)
+        sys.exit(status)
+
     faulthandler.enable()
     os.umask(0o077)
     descriptor = -1
@@ -193,13 +201,13 @@ def run(service: str, main: Main) -> None:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_supervise(main, config, arguments.instance, parent))
     except ConfigError as error:
-        print(f"{arguments.instance}: {error.message}", file=sys.stderr)
-        sys.exit(2)
+        print(f"{arguments.instance}: {error.message}", file=sys.stderr, flush=True)
+        fail(2)
     except KeyboardInterrupt:
         sys.exit(1)
     except BaseException:
         structlog.get_logger().exception("the process failed")
-        sys.exit(1)
+        fail(1)
     finally:
         if descriptor >= 0:
             with suppress(OSError):

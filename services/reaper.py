@@ -1,7 +1,8 @@
 """Processes by pid: noticing that one has ended, and ending one for certain (fencing).
 
-Knows pids, signals and how supervisord says that a process ended; nothing of requests. A process is
-held by a pidfd from the moment it said Hello, so that a reused pid can never be hit.
+Knows pids, signals and how a process ended (``exits.py``); nothing of requests. A process is held
+by a pidfd from the moment it said Hello, so that a reused pid can never be hit; and nobody can have
+another one killed by its Hello, because the kernel says who sent it (``may_name``).
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import structlog
 
@@ -33,6 +36,23 @@ def unknown(pid: int) -> bool | None:
     return False
 
 
+def may_name(sender: int, pid: int) -> bool:
+    """Whether a process may introduce this one: itself, or a child (of a child ...) of its own.
+
+    sender: as the kernel says; 0: it did not (not a Unix socket), then anybody of our user may be
+    named.
+    """
+    while sender and pid != sender:
+        try:
+            words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            pid = int(words[1])
+        except (OSError, ValueError, IndexError):
+            return False
+        if pid <= 1:
+            return False
+    return True
+
+
 def supervisord_says(config: Config) -> ExitReason:
     """Exit reasons from the log of the supervisord of our run directory."""
 
@@ -48,8 +68,9 @@ def supervisord_says(config: Config) -> ExitReason:
 @dataclass
 class _Watched:
     pid: int
-    descriptor: int
+    descriptor: int  # pidfd; -1: none
     is_fenced: bool = False
+    status: int | None = None  # wait status, once it has ended and we know
 
 
 class Reaper:
@@ -79,7 +100,7 @@ class Reaper:
                 os.close(descriptor)
                 return
         except OSError:
-            self._spawn(self._report(key, pid, is_fenced=False))
+            self._spawn(self._report(key, _Watched(pid, -1)))
             return
         self._watched[key] = _Watched(pid, descriptor)
         asyncio.get_running_loop().add_reader(descriptor, self._exited, key)
@@ -88,14 +109,15 @@ class Reaper:
         """Kill it with SIGKILL; ``on_ended(key, False)`` follows when it is gone, not before."""
         watched = self._watched.get(key)
         if watched is None:
-            self._spawn(self._report(key, 0, is_fenced=True))
+            self._spawn(self._report(key, _Watched(0, -1, is_fenced=True)))
             return
         watched.is_fenced = True
         self._spawn(self._kill(key, watched))
 
     def close(self) -> None:
         for key in list(self._watched):
-            self._release(key)
+            if (watched := self._release(key)) is not None:
+                os.close(watched.descriptor)
         for task in self._tasks:
             task.cancel()
 
@@ -105,17 +127,19 @@ class Reaper:
         task.add_done_callback(self._tasks.discard)
 
     def _release(self, key: str) -> _Watched | None:
+        """Stop watching; the descriptor stays open."""
         watched = self._watched.pop(key, None)
         if watched is not None:
             asyncio.get_running_loop().remove_reader(watched.descriptor)
-            os.close(watched.descriptor)
         return watched
 
     def _exited(self, key: str) -> None:
         watched = self._release(key)
         if watched is not None:
+            # NOTE: now, before its parent reaps it: older kernels forget how it ended.
+            watched.status = exits.wait_status(watched.pid, watched.descriptor)
             self._on_exit(key)
-            self._spawn(self._report(key, watched.pid, watched.is_fenced))
+            self._spawn(self._report(key, watched))
 
     async def _kill(self, key: str, watched: _Watched) -> None:
         while self._watched.get(key) is watched:
@@ -125,13 +149,27 @@ class Reaper:
             if self._watched.get(key) is watched:
                 log.error("a killed process is still there", pid=watched.pid)
 
-    async def _report(self, key: str, pid: int, is_fenced: bool) -> None:
-        is_own_fault: bool | None = False
-        if not is_fenced:
-            is_own_fault, waited_s = None, 0.0
-            while is_own_fault is None and waited_s < EXIT_WAIT_S:
-                is_own_fault = await asyncio.to_thread(self._exit_reason, pid)
-                if is_own_fault is None:
-                    await asyncio.sleep(EXIT_POLL_S)
-                    waited_s += EXIT_POLL_S
-        self._on_ended(key, bool(is_own_fault))
+    async def _report(self, key: str, watched: _Watched) -> None:
+        try:
+            is_own_fault = not watched.is_fenced and await self._is_own_fault(watched)
+        finally:
+            if watched.descriptor >= 0:
+                os.close(watched.descriptor)
+        self._on_ended(key, is_own_fault)
+
+    async def _is_own_fault(self, watched: _Watched) -> bool:
+        """supervisord may have asked it to end, which only its log says. If there is none to be
+        had (a full disk), a bad end is its own.
+        """
+        deadline = time.monotonic() + EXIT_WAIT_S
+        while True:
+            if watched.status is None and watched.descriptor >= 0:
+                watched.status = exits.wait_status(watched.pid, watched.descriptor)
+            if watched.status is not None and exits.is_outside(watched.status):
+                return False
+            said = await asyncio.to_thread(self._exit_reason, watched.pid)
+            if said is not None:
+                return said
+            if time.monotonic() > deadline:
+                return watched.status is not None
+            await asyncio.sleep(EXIT_POLL_S)

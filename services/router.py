@@ -19,7 +19,7 @@ from decant.protocol.wire import Sender
 from decant.services import admin, failpoints, process
 from decant.services.dispatch import Dispatcher
 from decant.services.membership import Member
-from decant.services.reaper import ExitReason, Reaper, supervisord_says, unknown
+from decant.services.reaper import ExitReason, Reaper, may_name, supervisord_says, unknown
 from decant.services.roster import Roster
 from decant.services.router_metrics import RouterMetrics
 from decant.services.sockets import Outbox, RouterSocket
@@ -84,6 +84,11 @@ class Router:
             envelope = await self.socket.receive()
             if failpoints.IS_ON:
                 failpoints.hit(f"router.before_{envelope.body.__struct_config__.tag}")
+            if isinstance(envelope.body, m.Hello) and not may_name(envelope.pid, envelope.body.pid):
+                self.dispatcher.refuse(
+                    envelope, f"its Hello names process {envelope.body.pid}, which did not send it"
+                )
+                continue
             self.dispatcher.receive(envelope)
             if failpoints.IS_ON:  # decided, not sent
                 failpoints.hit(f"router.after_{envelope.body.__struct_config__.tag}")

@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import zmq
 import zmq.asyncio
 
 from decant.protocol.errors import ProtocolError
-from decant.protocol.messages import Message
+from decant.protocol.messages import Hello, Message
 from decant.protocol.wire import MAX_FRAME_BYTES, Envelope, Sender, parse
 from decant.services import capture
 
@@ -132,11 +133,28 @@ class RouterSocket(_Socket):
     async def receive(self) -> Envelope:
         """The next good message with its sender's identity; bad frames are counted and dropped."""
         while True:
-            identity, *frames = await self._receive()
+            given: list[zmq.Frame] = await self._socket.recv_multipart(copy=False)
+            identity, *frames = (frame.bytes for frame in given)
+            if self._capture:
+                self._capture.write("in", self.endpoint, frames)
             try:
-                return parse(frames, identity)
+                envelope = parse(frames, identity)
             except ProtocolError:
                 self.num_bad_frames += 1
+                continue
+            if isinstance(envelope.body, Hello):
+                return replace(envelope, pid=peer_pid(given[0]))
+            return envelope
+
+
+def peer_pid(frame: zmq.Frame) -> int:
+    """The process that opened the connection that a frame came by, as the kernel says (libzmq ends
+    a Unix socket's address with ``:uid:gid:pid``); 0 if it does not.
+    """
+    try:
+        return int(str(frame.get("Peer-Address")).rsplit(":", 3)[3])
+    except (zmq.ZMQError, IndexError, ValueError):
+        return 0
 
 
 class Outbox:

@@ -36,7 +36,7 @@ async def overload(stage: Stage, seed: int, num: int, minutes: float) -> Result:
         calm = await traffic.many(source, STREAMS, lambda: time.monotonic() > until)
         seconds = time.monotonic() - (until - calm_s)
     peak = sum(a.is_ok for a in calm) / seconds
-    rss = await asyncio.to_thread(census.take, stage.real)
+    before = await asyncio.to_thread(census.take, stage.real)
     flood_s = max(10.0, minutes * 60 * 3 / 5)
     async with stage.traffic() as traffic:
         began, tasks = time.monotonic(), []
@@ -64,7 +64,9 @@ async def overload(stage: Stage, seed: int, num: int, minutes: float) -> Result:
         "statuses": dict(Counter(a.status for a in answers)),
         "refusal_p50_ms": round(p([a.ended_s - a.sent_s for a in refused], 0.5) * 1e3, 1),
         "refusal_p99_ms": round(p([a.ended_s - a.sent_s for a in refused], 0.99) * 1e3, 1),
-        "rss_growth_mb": round(sum(after.rss[n] - rss.rss.get(n, 0) for n in after.rss) / 1e6, 1),
+        "rss_growth_mb": {
+            name: round((after.rss[name] - size) / 1e6, 1) for name, size in before.rss.items()
+        },
         **stage.compare(served),
     }
     rest = await stage.rest(answers)

@@ -5,7 +5,9 @@ requests under way do not notice.
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
+import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,11 +25,12 @@ BATCH = 500
 SAMPLING = m.Sampling(seed=1, max_tokens=8)
 
 
-def samples() -> list[m.Message]:
-    """One message of many types, as a peer might send it."""
+def samples(victim: int) -> list[m.Message]:
+    """One message of many types, as a peer might send it. victim: a pid for Hello to name."""
     rid = "f" * 32
     output = m.Output()
     return [
+        m.Hello("decode", "decode-0", victim, "x", endpoint="ipc:///nowhere"),
         m.Heartbeat(3, True),
         m.Peers([]),
         m.Encode(rid, 1, "chat", b'{"messages":[]}', output),
@@ -75,21 +78,21 @@ def mutated(frames: Sequence[bytes | memoryview], rng: Random) -> list[bytes]:
 
 
 def is_meant(frames: list[bytes]) -> bool:
-    """A mutation may be a good message. That of a new process is left out (Hello names a process
-    that may be ended in its name; whoever can write in the run directory is trusted that far), and
-    so is the administrator's Drain.
+    """A mutation may be a good message. Two are left out: the administrator's Drain, and a Hello
+    that names our own process (a new worker, then; whoever can open the sockets is trusted so far).
     """
     try:
         body = parse(frames).body
     except ProtocolError:
         return False
-    return isinstance(body, m.Hello | m.Drain)
+    return isinstance(body, m.Drain) or (isinstance(body, m.Hello) and body.pid == os.getpid())
 
 
 class Fuzzer:
     """Sends to one ZeroMQ endpoint from a thread of its own."""
 
-    def __init__(self, endpoint: str, seed: int) -> None:
+    def __init__(self, endpoint: str, seed: int, victim: int) -> None:
+        self._bodies = samples(victim)
         self.endpoint, self.random = endpoint, Random(f"{seed}/{Path(endpoint).name}")
         self.num_sent = self.num_good = 0
         self._context = zmq.Context()
@@ -102,10 +105,9 @@ class Fuzzer:
         """``num`` messages. Raises: zmq.Again if the process takes none for five seconds."""
         rng = self.random
         senders = [Sender("decode-0"), Sender("gateway-0"), Sender("prefill-9", "0" * 32)]
-        bodies = samples()
         for _ in range(num):
             blobs = [rng.randbytes(rng.choice([0, 3, 16]))]
-            frames = mutated(rng.choice(senders).frames(rng.choice(bodies), blobs), rng)
+            frames = mutated(rng.choice(senders).frames(rng.choice(self._bodies), blobs), rng)
             if is_meant(frames):
                 continue
             self._socket.send_multipart(frames)
@@ -142,7 +144,8 @@ async def frames(stage: Stage, seed: int, num: int, minutes: float) -> Result:
     paths = [p for p in stage.real.run_dir.iterdir() if p.is_socket()]
     bound = [p for p in paths if p.suffix == ".sock" and p.name != "supervisord.sock"]
     pids = {name: stage.real.pid(name) for name in stage.before.fds}
-    fuzzers = [Fuzzer(f"ipc://{p}", seed) for p in sorted(bound)]
+    victim = subprocess.Popen(["sleep", "100000"])  # a foreign process of our user
+    fuzzers = [Fuzzer(f"ipc://{p}", seed, victim.pid) for p in sorted(bound)]
     end = time.monotonic() + minutes * 60
     is_over = False
     rng = Random(seed)
@@ -165,6 +168,10 @@ async def frames(stage: Stage, seed: int, num: int, minutes: float) -> Result:
         answers = traffic.answers
     for fuzzer in fuzzers:
         fuzzer.close()
+    if victim.poll() is not None:
+        faults.append("a process that a stranger's Hello named was killed")
+    victim.kill()
+    victim.wait()
     died = [n for n, pid in pids.items() if stage.real.pid(n) != pid]
     if died:
         faults.append(f"{', '.join(died)} did not survive")

@@ -24,6 +24,7 @@ from stage import Result, Stage, p
 from traffic import Answer, Traffic
 
 AT_ONCE = 8
+MANY_AT_ONCE = 32
 
 DECODE_POINTS = (
     "decode.before_reserve",
@@ -86,11 +87,14 @@ async def under(
     period_s: float,
     victims: tuple[str, ...] = WORKERS,
     rest_s: float = 0.0,
+    at_once: int = AT_ONCE,
 ) -> Result:
-    """Load until ``num`` requests are answered and ``deeds`` kills are done, or time is over."""
+    """Load and kills until ``num`` requests are answered and ``deeds`` kills are done, or time is
+    over.
+    """
     await stage.learn(asks)
     end = time.monotonic() + minutes * 60
-    nemesis = Nemesis(stage.real, seed, period_s, victims, most=deeds, rest_s=rest_s, until_s=end)
+    nemesis = Nemesis(stage.real, seed, period_s, victims, rest_s=rest_s, until_s=end)
     began = time.monotonic()
 
     def is_over() -> bool:
@@ -99,7 +103,7 @@ async def under(
 
     async with stage.traffic() as traffic:
         async with nemesis:
-            await traffic.many(_again(asks, seed, 1 << 30), AT_ONCE, is_over)
+            await traffic.many(_again(asks, seed, 1 << 30), at_once, is_over)
         answers = traffic.answers
     result: Result = {"seconds": round(time.monotonic() - began, 1), "deeds": len(nemesis.deeds)}
     result |= {"by_victim": nemesis.by_victim, **stage.compare(answers), **_waits(answers)}
@@ -121,7 +125,9 @@ async def kills(
     """
     asks = mix.make(seed, stage.num_distinct, stage.real.model)
     deeds = max(1, num // 20)
-    return await under(stage, asks, seed, num, deeds, minutes, period_s, rest_s=rest_s)
+    return await under(
+        stage, asks, seed, num, deeds, minutes, period_s, rest_s=rest_s, at_once=MANY_AT_ONCE
+    )
 
 
 async def constrained(stage: Stage, seed: int, num: int, minutes: float) -> Result:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import tempfile
 import time
 from array import array
@@ -113,9 +114,10 @@ class Worker:
         pass
 
     async def die(self) -> None:
-        """kill -9."""
+        """kill -9; or, if that is to be its own fault, an abort."""
+        is_own = self.child.pid in self.world.own_faults
         with contextlib.suppress(ProcessLookupError):
-            self.child.kill()
+            self.child.send_signal(signal.SIGABRT if is_own else signal.SIGKILL)
         await self.has_fallen.wait()
 
     def go_silent(self) -> None:

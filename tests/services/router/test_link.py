@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
+import select
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,8 +17,10 @@ import pytest
 from decant.protocol import messages as m
 from decant.protocol.config import Config, RouterConfig
 from decant.protocol.wire import Envelope, Sender
+from decant.services import exits
 from decant.services.link import RouterLink
-from decant.services.reaper import Reaper, supervisord_says
+from decant.services.reaper import Reaper, may_name, supervisord_says
+from decant.services.router import Router
 from decant.services.sockets import Outbox, PeerGone, RouterSocket
 
 
@@ -208,7 +214,7 @@ async def test_the_reaper_sees_deaths_and_kills_for_certain() -> None:
     for key, child in (("victim", victim), ("suicidal", suicidal), ("stopped", stopped)):
         reaper.watch(key, child.pid)
         reaper.watch(key, child.pid)  # a second Hello
-    suicidal.kill()
+    suicidal.send_signal(signal.SIGABRT)
     await until(lambda: len(told) == 2)
     assert told == [("suicidal", "exit"), ("suicidal", True)]
     told.clear()
@@ -235,6 +241,101 @@ async def test_the_reaper_never_touches_itself_or_what_is_gone() -> None:
     reaper.watch("gone", child.pid)
     await until(lambda: told[1:] == [("gone", False)])
     reaper.close()
+
+
+async def test_the_kernel_says_how_a_process_ended() -> None:
+    """Also without a log, and whatever the log says of a kill."""
+    told: list[tuple[str, object]] = []
+    answer: dict[int, bool | None] = {}
+    reaper = Reaper(lambda key: None, lambda key, own: told.append((key, own)), answer.get)
+    killed, aborted, asked = await sleeper(), await sleeper(), await sleeper()
+    ends = {"killed": (killed, signal.SIGKILL), "aborted": (aborted, signal.SIGABRT)}
+    ends["asked"] = asked, signal.SIGABRT  # while it stopped, as the log says
+    answer |= {killed.pid: True, asked.pid: False}
+    for key, (child, number) in ends.items():
+        reaper.watch(key, child.pid)
+        child.send_signal(number)
+        await child.wait()  # reaped
+    await until(lambda: len(told) == 3)
+    reaper.close()
+    assert dict(told) == {"killed": False, "asked": False, "aborted": True}
+
+
+def test_wait_statuses_of_the_dead() -> None:
+    """Of a zombie on every kernel, of a reaped process from Linux 6.15 on."""
+    for code, is_outside in (("exit 0", True), ("exit 3", False), ("kill -9 $$", True),
+                             ("kill -TERM $$", True), ("kill -SEGV $$", False)):  # fmt: skip
+        child = subprocess.Popen(["sh", "-c", f"read line; {code}"], stdin=subprocess.PIPE)
+        descriptor = os.pidfd_open(child.pid)
+        try:
+            assert exits.wait_status(child.pid, descriptor) is None
+            assert child.stdin is not None
+            child.stdin.close()
+            select.select([descriptor], [], [], 10.0)
+            status = exits.wait_status(child.pid, descriptor)
+            assert status is not None and exits.is_outside(status) == is_outside, code
+            child.wait()
+            assert exits.wait_status(child.pid, descriptor) in (status, None)
+        finally:
+            os.close(descriptor)
+
+
+STRANGER = """
+import sys, time
+from decant.protocol import messages as m
+from decant.protocol.wire import Sender, parse
+import zmq
+socket = zmq.Context().socket(zmq.DEALER)
+socket.connect(sys.argv[1])
+hello = m.Hello("decode", "decode-0", int(sys.argv[2]), "test")
+socket.send_multipart(Sender("decode-0").frames(hello))
+assert socket.poll(10000)
+print(parse(socket.recv_multipart()).body, flush=True)
+time.sleep(30)
+"""
+
+
+async def test_a_hello_cannot_name_a_process_that_did_not_send_it(config: Config) -> None:
+    """Fencing kills by pid: a stranger must not choose whom, nor push out who has a name."""
+    config = dataclasses.replace(config, router=RouterConfig(heartbeat_s=0.05, dead_s=0.5))
+    router = Router(config, "router-0")
+    jobs = [router.read(), router.outbox.run(), router.tick(), router.judge()]
+    tasks = [asyncio.create_task(job) for job in jobs]
+    member = Process(config)  # decode-0, of our own pid
+    await until(lambda: member.link.router)
+    victim = await sleeper()
+    stranger = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", STRANGER, config.endpoint("router"), str(victim.pid),
+        stdout=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        assert stranger.stdout is not None
+        answer = (await asyncio.wait_for(stranger.stdout.readline(), 20)).decode()
+        assert answer.startswith("Refuse(") and "did not send it" in answer, answer
+        await asyncio.sleep(1.0)  # longer than dead_s
+        assert victim.returncode is None
+        assert [x.hello.pid for x in router.dispatcher.membership.all()] == [os.getpid()]
+    finally:
+        for child in (victim, stranger):
+            child.kill()
+            await child.wait()
+        await member.stop()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        router.close()
+
+
+def test_who_may_be_named() -> None:
+    child = subprocess.Popen(["sleep", "1000"])
+    try:
+        assert may_name(os.getpid(), os.getpid()) and may_name(os.getpid(), child.pid)
+        assert not may_name(child.pid, os.getpid()) and not may_name(os.getpid(), 1)
+        assert may_name(0, 77)  # not a Unix socket
+    finally:
+        child.kill()
+        child.wait()
+    assert not may_name(os.getpid(), child.pid)
 
 
 def test_exit_reasons_come_from_supervisords_log(tmp_path: Path) -> None:
