@@ -44,6 +44,7 @@ class GatewayConfig:
     ignore_sampling_in_thinking: bool = False  # as DeepSeek's API does
     slow_reader_s: float = 30.0  # a client that reads nothing for so long is cut off
     first_byte_s: float = 5.0  # a comment is sent if there is no token by then, and again and again
+    instances: int = 1  # processes on one port; limits of requests and keys are those of each
 
 
 @dataclass(frozen=True)
@@ -148,6 +149,7 @@ class Config:
 
         need(self.device in ("cpu", "cuda"), f"device is cpu or cuda, not {self.device!r}")
         need(0 <= self.gateway.port < 65536, f"gateway.port {self.gateway.port} is not a port")
+        need(1 <= self.gateway.instances <= 64, "gateway.instances is between 1 and 64")
         need(
             self.kv.page_tokens > 0 and self.kv.page_tokens % 128 == 0,
             f"kv.page_tokens {self.kv.page_tokens} is not a multiple of 128",

@@ -9,6 +9,10 @@ decode marks a step with the seeds of its requests, so one request can be made p
 ``DECANT_FAILPOINT_DIR=FOLDER``: a file there with a point's name and an action as its content
 (``kill@2``) happens once, in a running process: the file is removed by who acts on it.
 
+``link.send:drop=0.01`` loses that share of all messages that the process sends; ``stall=0.01``
+holds that share, and what comes after them on the same socket, for 0.2 to 2 s. As a file it counts
+as long as it is there.
+
 Points of router and tokenizer are ``SERVICE.before_TAG`` and ``SERVICE.after_TAG`` of every message
 that they receive (tags: ``protocol/messages.py``).
 """
@@ -16,6 +20,7 @@ that they receive (tags: ``protocol/messages.py``).
 from __future__ import annotations
 
 import os
+import random
 import signal
 import time
 from collections import Counter
@@ -23,13 +28,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-ACTIONS = ("kill", "exit", "stop", "sleep", "raise")
+ACTIONS = ("kill", "exit", "stop", "sleep", "raise", "drop", "stall")
+STALL_S = (0.2, 2.0)
+SEEN_S = 0.5
 
 
 @dataclass(frozen=True)
 class Action:
     kind: str
-    seconds: float = 0.0
+    value: float = 0.0  # seconds of a sleep, share of drop and stall
     number: int = 1  # of the pass
     mark: int | None = None
 
@@ -38,10 +45,10 @@ def parse_action(text: str) -> Action:
     """``kill``, ``sleep=0.5``, ``exit@3``, ``exit@1?77``. Raises: ValueError."""
     what, _, mark = text.strip().partition("?")
     what, _, number = what.partition("@")
-    kind, _, seconds = what.partition("=")
+    kind, _, value = what.partition("=")
     if kind not in ACTIONS:
         raise ValueError(f"failpoint: {text!r} has no known action")
-    return Action(kind, float(seconds or 0), int(number or 1), int(mark) if mark else None)
+    return Action(kind, float(value or 0), int(number or 1), int(mark) if mark else None)
 
 
 def parse(text: str) -> dict[str, Action]:
@@ -51,6 +58,7 @@ def parse(text: str) -> dict[str, Action]:
 
 
 _passed: Counter[str] = Counter()
+_seen: dict[str, tuple[float, Action | None]] = {}  # until when, what
 _points = parse(os.environ.get("DECANT_FAILPOINT", ""))
 _folder = os.environ.get("DECANT_FAILPOINT_DIR", "")
 IS_ON = bool(_points or _folder)
@@ -83,9 +91,30 @@ def hit(point: str, marks: Iterable[int] = ()) -> None:
     _act(action, point)
 
 
+def fate(point: str) -> float | None:
+    """Of one message: seconds to hold it, mostly 0; None: it is lost."""
+    action = _points.get(point) or _standing(point)
+    if action is None or random.random() >= action.value:
+        return 0.0
+    return None if action.kind == "drop" else random.uniform(*STALL_S)
+
+
+def _standing(point: str) -> Action | None:
+    """What a file says that is not removed; looked at twice a second."""
+    now = time.monotonic()
+    due, action = _seen.get(point, (0.0, None))
+    if now >= due:
+        try:
+            action = parse_action((Path(_folder) / point).read_text()) if _folder else None
+        except (OSError, ValueError):
+            action = None
+        _seen[point] = now + SEEN_S, action
+    return action
+
+
 def _act(action: Action, point: str) -> None:
     if action.kind == "sleep":
-        time.sleep(action.seconds)
+        time.sleep(action.value)
     elif action.kind == "exit":
         os._exit(1)
     elif action.kind == "raise":

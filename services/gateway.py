@@ -445,7 +445,9 @@ async def main(config: Config, instance: str) -> None:
     )
     await runner.setup()
     try:
-        await web.TCPSite(runner, host, port).start()
+        # Of several, the kernel gives each new connection to one that listens.
+        is_shared = config.gateway.instances > 1
+        await web.TCPSite(runner, host, port, reuse_port=is_shared or None).start()
     except OSError as error:
         await runner.cleanup()
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error

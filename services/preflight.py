@@ -141,7 +141,7 @@ def check_memory(config: Config, shape: ModelShape, weight_bytes: int) -> None:
     # Weights stay as they are on disk or grow to bfloat16 and float32 when the loader unpacks them.
     pool = shm_bytes(config, shape)
     need = sum(ranks) * PROCESS_BYTES + len(ranks) * 4 * weight_bytes + pool
-    need += (2 + config.tokenizer.instances) * LIGHT_BYTES
+    need += (1 + config.tokenizer.instances + config.gateway.instances) * LIGHT_BYTES
     free = psutil.virtual_memory().available
     if need > free:
         raise ConfigError(

@@ -19,7 +19,7 @@ import zmq.asyncio
 from decant.protocol.errors import ProtocolError
 from decant.protocol.messages import Hello, Message
 from decant.protocol.wire import MAX_FRAME_BYTES, Envelope, Sender, parse
-from decant.services import capture
+from decant.services import capture, failpoints
 
 CONTROL_QUEUE = 1000  # messages, each way
 SEND_TIMEOUT_S = 5.0
@@ -59,6 +59,11 @@ class _Socket:
 
     async def _send(self, frames: list[bytes | memoryview]) -> None:
         async with self._lock:
+            if failpoints.IS_ON:
+                held_s = failpoints.fate("link.send")
+                if held_s is None:
+                    return
+                await asyncio.sleep(held_s)
             try:
                 async with asyncio.timeout(SEND_TIMEOUT_S):
                     await self._socket.send_multipart(frames)

@@ -63,7 +63,8 @@ def programs(config: Config) -> list[Program]:
     names.append(worker("prefill", prefill.threads, prefill.devices, 40))
     if draft.enabled:
         names.append(worker("draft", draft.threads, draft.devices, 50))
-    names.append(Program("gateway-0", "gateway", 60, light))
+    for i in range(config.gateway.instances):
+        names.append(Program(f"gateway-{i}", "gateway", 60, light))
     for other in observers.observers(config):
         names.append(Program(other.name, "", 90, other.environment, other.command))
     return names

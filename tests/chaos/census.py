@@ -19,14 +19,17 @@ MAX_MORE_FDS = 12  # idle connections and sockets that close a little later
 
 
 def rss_bytes(pid: int) -> int:
-    """Resident memory; 0 if the process is gone."""
+    """Resident memory without shared memory objects (the KV pools have a fixed size, and become
+    resident page by page with their first use); 0 if the process is gone.
+    """
+    total = 0
     try:
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith("VmRSS:"):
-                return int(line.split()[1]) * 1024
+            if line.startswith(("RssAnon:", "RssFile:")):
+                total += int(line.split()[1]) * 1024
     except OSError:
-        pass
-    return 0
+        return 0
+    return total
 
 
 def _count(folder: Path) -> int:

@@ -72,7 +72,8 @@ class Nemesis:
     async def _work(self) -> None:
         due = time.monotonic()
         while len(self.deeds) < self._most and time.monotonic() < self._until_s:
-            due += self._period_s
+            # NOTE: after a long wait for its victim no burst follows to make up for it.
+            due = max(due, time.monotonic()) + self._period_s
             await asyncio.sleep(max(0.0, due - time.monotonic()))
             deed = None
             while deed is None:  # of who runs now

@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import signal
 import time
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -21,10 +22,12 @@ from mix import Ask
 from nemesis import WORKERS, Nemesis
 from real_set import decant
 from stage import Result, Stage, p
-from traffic import Answer, Traffic
+from traffic import INCOMPLETE, Answer, Traffic
 
 AT_ONCE = 8
 MANY_AT_ONCE = 32
+TRIALS = 8  # of one request, by a client that insists
+LINKS = ("drop=0.01", "stall=0.01")  # what happens to messages
 
 DECODE_POINTS = (
     "decode.before_reserve",
@@ -116,18 +119,70 @@ async def kills(
     num: int,
     minutes: float,
     period_s: float = 3.0,
-    rest_s: float = 0.5,
+    rest_s: float = 2.0,
 ) -> Result:
     """R1: kill -9 of a random process every three seconds, under every kind of request.
 
-    rest_s: of a set that is ready again; 0 kills whoever runs, also who is just starting, which on
-    a machine that starts decode in more than some seconds leaves no time to serve anybody.
+    rest_s: a victim has been a member for so long, of a set that is ready; 0 kills whoever runs,
+    also who is just starting, which on a machine that starts decode in more than some seconds
+    leaves no time to serve anybody.
     """
     asks = mix.make(seed, stage.num_distinct, stage.real.model)
     deeds = max(1, num // 20)
     return await under(
         stage, asks, seed, num, deeds, minutes, period_s, rest_s=rest_s, at_once=MANY_AT_ONCE
     )
+
+
+async def gateways(stage: Stage, seed: int, num: int, minutes: float) -> Result:
+    """R2: as R1, and gateways die as well (the set has two). A client loses what its gateway had:
+    it must see so (a reset or an error, never an end that looks whole), and to ask again is enough.
+    """
+    asks = mix.make(seed, stage.num_distinct, stage.real.model)
+    await stage.learn(asks)
+    end = time.monotonic() + minutes * 60
+    source = _again(asks, seed, num)
+    victims = (*WORKERS, "gateway-0", "gateway-1")
+    nemesis = Nemesis(stage.real, seed, 3.0, victims, rest_s=0.5, until_s=end)
+    last: list[Answer] = []
+
+    async def insist(traffic: Traffic) -> None:
+        for ask in source:
+            if time.monotonic() > end:
+                return
+            for trial in range(TRIALS):
+                answer = await traffic.ask(ask)
+                if answer.is_ok:
+                    break
+                await asyncio.sleep(min(4.0, 0.25 * 2**trial))
+            last.append(answer)
+
+    began = time.monotonic()
+    async with stage.traffic() as traffic:
+        async with nemesis, asyncio.TaskGroup() as tasks:
+            for _ in range(MANY_AT_ONCE):
+                tasks.create_task(insist(traffic))
+        answers = traffic.answers
+    failed = [a for a in answers if not a.is_ok]
+    result: Result = {
+        "seconds": round(time.monotonic() - began, 1),
+        "deeds": len(nemesis.deeds),
+        "by_victim": nemesis.by_victim,
+        "tries": len(answers),
+        "tries_failed": dict(Counter(a.code or a.error.partition(":")[0] for a in failed)),
+        "truncated": sum(a.error == INCOMPLETE for a in failed),
+        **stage.compare(last),
+        **_waits(last),
+    }
+    await asyncio.to_thread(stage.real.wait_ready)
+    # A gateway that died has lost the process that it starts for its first grammar.
+    for ask in [a for a in asks if a.kind == "schema"] * 8:
+        async with stage.traffic() as traffic:  # a connection of its own: either gateway
+            assert (await traffic.ask(ask)).is_ok
+    rest = await stage.rest([])
+    if result["truncated"]:
+        rest["faults"].append("an answer ended early without a sign of it")
+    return result | rest
 
 
 async def constrained(stage: Stage, seed: int, num: int, minutes: float) -> Result:
@@ -338,6 +393,33 @@ async def points(
         "slowest": slowest[1],
         **stage.compare(answers),
     }
+    return result | await stage.rest(answers)
+
+
+async def lossy(stage: Stage, seed: int, num: int, minutes: float, folder: Path) -> Result:
+    """R4: every process loses a share of the messages that it sends, then holds some for 0.2 to 2 s
+    (with what comes after them).
+    """
+    asks = mix.make(seed, stage.num_distinct // 2, stage.real.model)
+    await stage.learn(asks)
+    answers: list[Answer] = []
+    waits: Result = {}
+    path = folder / "link.send"
+    for name in LINKS:
+        path.write_text(name)
+        end = time.monotonic() + minutes * 60 / len(LINKS)
+        async with stage.traffic() as traffic:
+
+            def is_over(traffic: Traffic = traffic, end: float = end) -> bool:
+                return time.monotonic() > end or len(traffic.answers) >= num
+
+            await traffic.many(_again(asks, seed, 1 << 30), AT_ONCE, is_over)
+            answers += traffic.answers
+            waits[name] = _waits(traffic.answers)
+        path.unlink()
+        await asyncio.to_thread(stage.real.wait_ready)
+    fences = await asyncio.to_thread(census.log_events, stage.real, "router-0", "fencing")
+    result: Result = {"links": waits, "fenced": len(fences), **stage.compare(answers)}
     return result | await stage.rest(answers)
 
 

@@ -49,14 +49,21 @@ async def _points(stage: Stage, seed: int, num: int, minutes: float) -> Result:
     return await rows.points(stage, seed, num, minutes, folder)
 
 
+async def _lossy(stage: Stage, seed: int, num: int, minutes: float) -> Result:
+    folder = Path(os.environ["DECANT_FAILPOINT_DIR"])
+    return await rows.lossy(stage, seed, num, minutes, folder)
+
+
 ROWS = [
     Row("R12", rows.constrained, 400, 4.0),
     Row("R13", rows.flapping, 600, 3.0),
-    Row("R5", rows.cancels, 3000, 5.0),
+    Row("R5", rows.cancels, 3000, 10.0),
     Row("poison", rows.poison, 1, 1.5, environment=rows.poison_environment()),
-    Row("recovery", rows.recovery, 5, 1.5),
+    Row("recovery", rows.recovery, 5, 3.0),
     Row("R4", rows.stops, 1, 4.0),
-    Row("R1", rows.kills, 3000, 12.0),
+    Row("links", _lossy, 300, 6.0),
+    Row("R1", rows.kills, 3000, 60.0),
+    Row("R2", rows.gateways, 600, 10.0, ("gateway.instances=2",)),
     Row("R3", _points, 20, 60.0),
     Row("R6", rows.rolling, 10, 10.0),
     Row("R7", flood.overload, 1, 5.0, flood.OVERLOAD),

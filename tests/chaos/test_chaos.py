@@ -43,7 +43,7 @@ def play(
 
 
 def test_kills_of_random_processes_change_nothing(stage: Stage) -> None:
-    result = play(rows.kills, stage, 40)
+    result = play(rows.kills, stage, 40, rest_s=0.5)
     assert result["requests"] >= 40 and result["deeds"] >= 2
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import aiohttp
 from mix import Ask
 
+INCOMPLETE = "the answer is not complete"  # it ended like a whole one
 TIMEOUT_S = 180.0  # of one request; then it counts as hung
 
 
@@ -135,7 +136,7 @@ class Traffic:
         finally:
             answer.ended_s = time.monotonic()
         if not answer.transcript and not answer.error:
-            answer.error = "the answer is not complete"
+            answer.error = INCOMPLETE
         return answer
 
     async def _read(

@@ -48,3 +48,18 @@ def test_a_file_fires_once(on: pytest.MonkeyPatch, tmp_path: Path) -> None:
     failpoints.hit("a")
     (tmp_path / "a").write_text("nonsense")
     failpoints.hit("a")
+
+
+def test_messages_are_lost_or_held(on: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    on.setattr(failpoints, "_points", parse("all:drop=1 none:drop=0 held:stall=1"))
+    assert failpoints.fate("all") is None and failpoints.fate("none") == 0.0
+    assert failpoints.fate("else") == 0.0
+    held_s = failpoints.fate("held")
+    assert held_s is not None and 0.2 <= held_s <= 2.0
+    on.setattr(failpoints, "_folder", str(tmp_path))
+    on.setattr(failpoints, "_seen", {})
+    (tmp_path / "link.send").write_text("drop=1")
+    assert [failpoints.fate("link.send") for _ in range(3)] == [None] * 3
+    (tmp_path / "link.send").unlink()
+    on.setattr(failpoints, "_seen", {})
+    assert failpoints.fate("link.send") == 0.0
