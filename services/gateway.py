@@ -169,7 +169,12 @@ class Gateway:
         resource = request.match_info.route.resource
         is_anthropic = resource is not None and "/messages" in resource.canonical
         body = messages.explain(error) if is_anthropic else errors.body(error)
-        return web.json_response(body, status=status, headers=errors.headers(error))
+        response = web.json_response(body, status=status, headers=errors.headers(error))
+        if "Content-Encoding" in request.headers:
+            # NOTE: aiohttp unpacks what nobody reads; if that fails, the next request on this
+            # connection would never be answered.
+            response.force_close()
+        return response
 
     def _account(self, request: web.Request, status: int) -> None:
         resource = request.match_info.route.resource

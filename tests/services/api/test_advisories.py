@@ -192,6 +192,7 @@ async def test_only_json_is_read(kind: str, stage: Any, http: aiohttp.ClientSess
 async def test_a_chunked_body_has_the_same_limit(start: Any, http: aiohttp.ClientSession) -> None:
     """Without a Content-Length nobody promises how much comes."""
     stage = await start(max_body_bytes=100_000)
+    stage.say("ok" + EOS)
 
     async def pieces() -> AsyncIterator[bytes]:
         for _ in range(1000):
