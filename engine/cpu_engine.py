@@ -222,6 +222,18 @@ class CpuEngine:
     def copy_slot(self, source: int, target: int, num_tokens: int) -> None:
         self.pool.pull_slot(self.pool, source, target, num_tokens)
 
+    def save_page(self, page: int, num_tokens: int) -> bytes:
+        return self.pool.save_page(page, num_tokens)
+
+    def save_slot(self, slot: int, num_tokens: int) -> bytes:
+        return self.pool.save_slot(slot, num_tokens)
+
+    def load_page(self, page: int, num_tokens: int, data: bytes) -> None:
+        self.pool.load_page(page, num_tokens, data)
+
+    def load_slot(self, slot: int, num_tokens: int, data: bytes) -> None:
+        self.pool.load_slot(slot, num_tokens, data)
+
     def close(self) -> None:
         self._peers.close()
         self.pool.close()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from decant.engine.decode_batch import DecodePlan, Mask, StepOutput, sampler_rows
 from decant.engine.handoff import Pull
+from decant.engine.host_tier import HostTier, Move
 from decant.engine.interface import Engine
 from decant.engine.page_cache import Seal
 from decant.engine.prefill_scheduler import PrefillOutput, PrefillPlan
@@ -49,11 +51,42 @@ def execute_decode(
     return StepOutput(first_draws, draws, first_streams, streams, time.perf_counter() - began)
 
 
-def execute_prefill(engine: Engine, plan: PrefillPlan) -> PrefillOutput:
-    """Copies from the prefix cache, one chunk, checksums of what is published, the snapshot.
+def execute_moves(engine: Engine, tier: HostTier, moves: Sequence[Move]) -> bool:
+    """Save evicted pages and slots, bring others back. False: a record is not there any more.
+
+    Raises: KVPageError.
+    """
+    # Read first: what is saved may push them out of a small tier.
+    found = {move.record: tier.get(move.record) for move in moves if move.is_restore}
+    for move in moves:
+        data = found.get(move.record)
+        if not move.is_restore:
+            if tier.touch(move.record):
+                continue
+            if move.slot >= 0:
+                saved = engine.save_slot(move.slot, move.num_tokens)
+            else:
+                saved = engine.save_page(move.page, move.num_tokens)
+            tier.put(move.record, saved, move.snapshot)
+        elif data is not None:
+            if move.slot >= 0:
+                engine.load_slot(move.slot, move.num_tokens, data)
+            else:
+                engine.load_page(move.page, move.num_tokens, data)
+    return None not in found.values()
+
+
+def execute_prefill(
+    engine: Engine, plan: PrefillPlan, tier: HostTier | None = None
+) -> PrefillOutput:
+    """Copies from the tier and the prefix cache, one chunk, checksums of what is published, the
+    snapshot.
 
     Raises: KVPageError, KernelError.
     """
+    is_complete = tier is None or execute_moves(engine, tier, plan.moves)
+    if plan.hit and not is_complete:
+        return PrefillOutput([], is_missing=True)
     if plan.clear_slot >= 0:
         engine.clear_slot(plan.clear_slot)
     if plan.slot_copy:

@@ -188,6 +188,22 @@ class Engine(Protocol):
         """Copy a slot's live rows within the own pool (fork of a choice, snapshot)."""
         ...
 
+    def save_page(self, page: int, num_tokens: int) -> bytes:
+        """The live rows of a page, to be kept outside the pool."""
+        ...
+
+    def save_slot(self, slot: int, num_tokens: int) -> bytes:
+        """The live rows of a slot after num_tokens tokens."""
+        ...
+
+    def load_page(self, page: int, num_tokens: int, data: bytes) -> None:
+        """What ``save_page`` gave, into a page. Raises: KVPageError if its size is another."""
+        ...
+
+    def load_slot(self, slot: int, num_tokens: int, data: bytes) -> None:
+        """What ``save_slot`` gave, into a slot. Raises: KVPageError if its size is another."""
+        ...
+
     def close(self) -> None:
         """Unmap everything, unlink the own pool, stop the followers."""
         ...

@@ -72,6 +72,10 @@ class Ledger:
     def num_holders(self, page: int) -> int:
         return len(self._holders[page])
 
+    def count(self, state: State) -> int:
+        """Number of pages in a state."""
+        return self._counts[state]
+
     def counts(self) -> dict[str, int]:
         """Number of pages by state name (lower case)."""
         return {s.name.lower(): self._counts[s] for s in State}

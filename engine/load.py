@@ -60,11 +60,17 @@ def model_info(config: Config) -> ModelInfo:
     )
 
 
+def group_name(config: Config, role: str) -> str:
+    """Of this process's group of ranks, for locks and pools: prefill, prefill1 ..."""
+    number = config.instance.removeprefix(f"{role}-")
+    return f"{role}{number}" if number.isdigit() and int(number) else role
+
+
 def pool_prefix(config: Config, role: str) -> str:
-    """Name of a role's pools in shared memory, without rank and epoch. Without a run directory
+    """Name of a group's pools in shared memory, without rank and epoch. Without a run directory
     (tests, tools) every engine gets its own."""
     if config.run_dir:
-        return f"{config.shm_prefix}{role}"
+        return f"{config.shm_prefix}{group_name(config, role)}"
     return f"{config.shm_prefix}{role}-{os.getpid()}-{next(_unnamed)}"
 
 

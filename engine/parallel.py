@@ -32,7 +32,7 @@ from decant.engine.interface import (
     StepResult,
 )
 from decant.engine.kv_layout import KVLayout
-from decant.engine.load import max_context, model_folder, pool_prefix
+from decant.engine.load import group_name, max_context, model_folder, pool_prefix
 from decant.engine.pool import Pool
 from decant.engine.reference.model import GatherShards, load_model
 from decant.engine.weights import WeightReader
@@ -90,7 +90,10 @@ UNPACK: dict[str, Callable[..., tuple[Any, ...]]] = {
     "propose": lambda peer, slots: (peer, [_draft_slot(s) for s in slots]),
     "attach": lambda peer, pools: (peer, _handles(pools)),
 }
-STEP_COMMANDS = ("step", "head", "propose", "clear_slot", "copy_page", "copy_slot")
+STEP_COMMANDS = (
+    *("step", "head", "propose", "clear_slot", "copy_page", "copy_slot"),
+    *("load_page", "load_slot"),
+)
 COPY_COMMANDS = ("attach", "detach", "pull_pages", "pull_slot")
 
 
@@ -186,6 +189,19 @@ class GroupEngine:
     def copy_slot(self, source: int, target: int, num_tokens: int) -> None:
         self._all("copy_slot", source, target, num_tokens)
 
+    # KV is the same on all ranks: one saves for all.
+    def save_page(self, page: int, num_tokens: int) -> bytes:
+        return self._own.save_page(page, num_tokens)
+
+    def save_slot(self, slot: int, num_tokens: int) -> bytes:
+        return self._own.save_slot(slot, num_tokens)
+
+    def load_page(self, page: int, num_tokens: int, data: bytes) -> None:
+        self._all("load_page", page, num_tokens, data)
+
+    def load_slot(self, slot: int, num_tokens: int, data: bytes) -> None:
+        self._all("load_slot", slot, num_tokens, data)
+
     def close(self) -> None:
         self._followers.close()
         self._own.close()
@@ -273,7 +289,8 @@ def _prepare(config: Config, role: str, tp: int, threads: int) -> Checkpoint:
 @contextlib.contextmanager
 def _locked(config: Config, role: str, rank: int) -> Iterator[int]:
     """The rank's lock while its engine is made; given back if that fails."""
-    lock = processes.lock_rank(config.run_dir, role, rank) if config.run_dir else -1
+    name = group_name(config, role)
+    lock = processes.lock_rank(config.run_dir, name, rank) if config.run_dir else -1
     try:
         yield lock
     except BaseException:

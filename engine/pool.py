@@ -208,6 +208,34 @@ class Pool:
     def slot_checksum(self, slot: int, num_tokens: int) -> int:
         return self._crc(self.layout.live_in_slot(num_tokens), self._slot_start(slot))
 
+    def _save(self, live: Iterable[LiveRows], base: int) -> bytes:
+        return b"".join(self.array[start:end].data for start, end in self._pieces(live, base))
+
+    def _load(self, live: list[LiveRows], base: int, data: bytes) -> None:
+        size = sum(4 * rows.count * rows.part.width for rows in live)
+        if len(data) != size:
+            raise KVPageError(f"{len(data)} bytes are not the {size} of these rows")
+        source, at = np.frombuffer(data, np.float32), 0
+        for start, end in self._pieces(live, base):
+            self.array[start:end] = source[at : at + end - start]
+            at += end - start
+
+    def save_page(self, page: int, num_tokens: int) -> bytes:
+        """Live rows, one after the other."""
+        return self._save(self.layout.live_in_page(num_tokens), self._page_base(page))
+
+    def save_slot(self, slot: int, num_tokens: int) -> bytes:
+        """Live rows, one after the other."""
+        return self._save(self.layout.live_in_slot(num_tokens), self._slot_start(slot))
+
+    def load_page(self, page: int, num_tokens: int, data: bytes) -> None:
+        """Raises: KVPageError if the size is wrong."""
+        self._load(self.layout.live_in_page(num_tokens), self._page_base(page), data)
+
+    def load_slot(self, slot: int, num_tokens: int, data: bytes) -> None:
+        """Raises: KVPageError if the size is wrong."""
+        self._load(self.layout.live_in_slot(num_tokens), self._slot_start(slot), data)
+
     def clear_slot(self, slot: int) -> None:
         base = self._slot_start(slot)
         self.array[base : base + self.layout.slot_stride] = 0

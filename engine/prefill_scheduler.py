@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from decant.engine.handoff import Key, Offer, OfferState
+from decant.engine.host_tier import HostTier, Move
 from decant.engine.interface import PrefillChunk, StepPlan
-from decant.engine.kv_pages import Books, pages_for
+from decant.engine.kv_pages import Books, State, pages_for
 from decant.engine.prefix_cache import Entry, PrefixCache
 from decant.protocol.errors import ContextTooLong, DeadlineExceeded
 from decant.protocol.messages import Cancel, Cancelled, KVRelease, Lost, Message, Prefill, Prefilled
@@ -81,8 +82,8 @@ class Lane:
 
 @dataclass(frozen=True)
 class PrefillPlan:
-    """One step. In order: clear or copy slot, copy the open page, check what was copied, compute,
-    checksum (and check what the cache gave), snapshot.
+    """One step. In order: moves between pool and tier, clear or copy slot, copy the open page,
+    check what was copied, compute, checksum (and check what the cache gave), snapshot.
     """
 
     step: StepPlan
@@ -96,6 +97,7 @@ class PrefillPlan:
     snapshot: tuple[int, int, int] | None = None  # source, target, num_tokens
     open_page: int = -1  # that the snapshot cuts; -1: it ends with a page
     hit: Entry | None = None  # where slot, open page and the first published pages come from
+    moves: tuple[Move, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -113,18 +115,30 @@ class PrefillOutput:
     slot_checksum: int = 0  # at the end of the plan, if it is the last or has a snapshot
     open_checksum: int = 0  # of the snapshot's open page
     is_corrupt: bool = False  # plan.hit is not what it was: nothing of this step counts
+    is_missing: bool = False  # plan.hit did not come back from the tier: as if it were corrupt
 
 
 class PrefillScheduler:
     """All lanes of one prefill group."""
 
-    def __init__(self, limits: PrefillLimits, epoch: int, cache: bool, hashes: str = "") -> None:
-        """epoch: of our pool. hashes: model and layout, for the cache's keys."""
+    def __init__(
+        self,
+        limits: PrefillLimits,
+        epoch: int,
+        cache: bool,
+        hashes: str = "",
+        tier: HostTier | None = None,
+    ) -> None:
+        """epoch: of our pool. hashes: model and layout, for the cache's keys. tier: for what it
+        evicts.
+        """
         self.limits = limits
         self.books = Books(limits.num_pages, limits.num_slots)
         self.cache: PrefixCache | None = None
         if cache:
-            self.cache = PrefixCache(self.books, limits.page_tokens, hashes, "", limits.cache_pages)
+            self.cache = PrefixCache(
+                self.books, limits.page_tokens, hashes, "", limits.cache_pages, tier
+            )
         self.lanes: dict[Key, Lane] = {}  # queued, computing, or published and not released
         self.is_draining = False
         self.num_tokens = 0  # computed
@@ -299,12 +313,18 @@ class PrefillScheduler:
         if self.cache is not None:
             lane.digests = lane.digests or self.cache.digests(lane.ids, lane.message.cache_salt)
             hit = self.cache.lookup(lane.digests, lane.ids)
+            hit = self.cache.restore(lane.digests, lane.ids, hit) or hit
         shared = list(hit.pages[: hit.num_tokens // page_tokens]) if hit else []
         pages.share(lane.key, shared)
         num = pages_for(len(lane.ids), page_tokens) - len(shared)
         if not self._make_room(num, 1, hit):
             pages.release(lane.key)
-            return False
+            if hit is None or self._is_shared():
+                return False
+            # The pool is ours alone, but too small for the prompt beside what it hits.
+            hit, shared, num = None, [], pages_for(len(lane.ids), page_tokens)
+            if not self._make_room(num, 1, None):
+                return False
         lane.pages = shared + pages.reserve(lane.key, num)
         lane.slot = slots.reserve(lane.key, 1)[0]
         lane.started_ms, lane.hit = now_ms, hit
@@ -315,6 +335,13 @@ class PrefillScheduler:
                 lane.digests, len(lane.ids), lane.num_cached, self.limits.chunk_tokens
             )
         return True
+
+    def _is_shared(self) -> bool:
+        """Whether anything of the pool is held and will come free."""
+        return any(
+            ledger.num_free + ledger.count(State.CACHED) < ledger.num
+            for ledger in (self.books.pages, self.books.slots)
+        )
 
     def _make_room(self, num_pages: int, num_slots: int, keep: Entry | None) -> bool:
         if self.cache is not None:
@@ -363,6 +390,7 @@ class PrefillScheduler:
             snapshot,
             open_page,
             hit,
+            self.cache.take_moves() if self.cache is not None else (),
         )
 
     def apply(self, output: PrefillOutput, now_ms: float) -> None:
@@ -372,8 +400,8 @@ class PrefillScheduler:
         self._running, lane = None, plan.lane
         self.books.unhold([lane.key], "step")
         self.num_tokens += plan.num_tokens
-        if output.is_corrupt:
-            self._restart(plan)
+        if output.is_corrupt or output.is_missing:
+            self._restart(plan, output.is_corrupt)
             return
         if lane.is_dropped:
             if plan.snapshot and self.cache is not None:
@@ -387,7 +415,7 @@ class PrefillScheduler:
             _, slot, num_tokens = plan.snapshot
             key = self.cache.key(lane.digests, lane.ids, num_tokens)
             sums = (lane.checksums + output.checksums, output.open_checksum, output.slot_checksum)
-            self.cache.insert(key, num_tokens, slot, lane.pages, *sums)
+            self.cache.insert(lane.digests, key, num_tokens, slot, lane.pages, *sums)
         if plan.publish:
             lane.checksums += output.checksums
             due = [page for page, _ in plan.publish]
@@ -410,14 +438,14 @@ class PrefillScheduler:
                 )
             )
 
-    def _restart(self, plan: PrefillPlan) -> None:
+    def _restart(self, plan: PrefillPlan, is_changed: bool) -> None:
         """What the cache gave is not what it was. Nothing of the lane is published yet (its first
         pages are exactly those that were checked), so it begins again without that entry.
         """
         assert self.cache is not None and plan.hit is not None
         if plan.snapshot:
             self.cache.abandon(plan.snapshot[1])
-        self.cache.distrust(plan.hit)
+        self.cache.distrust(plan.hit, is_changed)
         lane = plan.lane
         if not lane.is_dropped:
             self.books.free(lane.key)

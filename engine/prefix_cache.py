@@ -6,6 +6,10 @@ Keys are a hash chain over blocks of 128 ids, seeded with salt, model hash and l
 nobody finds the prefix of another tenant or another model; the ids after the last whole block are
 part of the key as they are.
 
+With a tier behind it (``host_tier.py``) an entry that is evicted is saved there, and comes back
+when a prompt begins with it: ``take_moves`` are the copies, to be made before anything else touches
+the pool.
+
 Bookkeeping only; the engine copies. Nothing that a lane holds is ever evicted: a page leaves the
 pool when neither an entry nor a lane holds it.
 Source: DeepSeek's context caching guide (prefix units); docs/architecture.md.
@@ -18,7 +22,8 @@ from array import array
 from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass
 
-from decant.engine.kv_pages import Books, pages_for
+from decant.engine.host_tier import HostTier, Move, Snapshot, page_names
+from decant.engine.kv_pages import Books, State, pages_for
 
 BLOCK_TOKENS = 128
 SNAPSHOT_TOKENS = 4096  # a snapshot at each multiple
@@ -42,6 +47,7 @@ class Entry:
     checksums: tuple[int, ...] = ()  # of the full pages
     open_checksum: int = 0  # of the last page's live rows, if it is not full
     slot_checksum: int = 0
+    page_records: tuple[bytes, ...] = ()  # names of the full pages in the tier
 
 
 class PrefixCache:
@@ -54,11 +60,14 @@ class PrefixCache:
         model_hash: str,
         layout_hash: str,
         max_pages: int = 0,
+        tier: HostTier | None = None,
     ) -> None:
-        """max_pages: kept at most; 0: as many as nobody else wants."""
+        """max_pages: kept at most; 0: as many as nobody else wants. tier: for what is evicted."""
         self.num_hits = self.num_misses = self.num_hit_tokens = self.num_evicted = 0
         self.num_corrupt = 0
-        self._max_pages = max_pages
+        self.num_restored_tokens = 0
+        self._max_pages, self._tier = max_pages, tier
+        self._moves: list[Move] = []
         self._window: deque[tuple[bool, bool]] = deque(maxlen=WINDOW)  # hit, repeats a prefix
         self._books = books
         self._page_tokens = page_tokens
@@ -86,7 +95,7 @@ class PrefixCache:
         return digests[num_blocks], ids[num_blocks * BLOCK_TOKENS : num_tokens].tobytes()
 
     def lookup(self, digests: list[bytes], ids: array[int]) -> Entry | None:
-        """The longest cached prefix of a prompt."""
+        """The longest prefix of a prompt in the pool."""
         for num_blocks in reversed(range(len(digests))):
             tails = self._tails.get(digests[num_blocks])
             if tails:
@@ -141,22 +150,32 @@ class PrefixCache:
         return num_repeats >= WINDOW_REPEATS and not any(hit for hit, _ in self._window)
 
     def make_room(self, num_pages: int, num_slots: int, keep: Entry | None = None) -> bool:
-        """Evict until so much is free. False: not possible (what could go is gone then)."""
+        """Evict until so much is free, but not ``keep``. False: the rest is held (and nothing is
+        evicted).
+        """
         pages, slots = self._books.pages, self._books.slots
+        kept = [p for p in keep.pages if pages.state(p) is State.CACHED] if keep else []
+        if pages.num_free + pages.count(State.CACHED) - len(kept) < num_pages:
+            return False
+        if slots.num_free + slots.count(State.CACHED) - (keep is not None) < num_slots:
+            return False
         while pages.num_free < num_pages or slots.num_free < num_slots:
-            victim = next((e for e in self._entries.values() if e is not keep), None)
-            if victim is None:
-                return False
-            self._evict(victim)
+            self._evict(next(e for e in self._entries.values() if e is not keep))
         return True
 
     def _evict(self, entry: Entry) -> None:
+        """Drop an entry, and save it to the tier."""
+        self.num_evicted += 1
+        if self._tier is not None:
+            self._save(entry)
+        self._drop(entry)
+
+    def _drop(self, entry: Entry) -> None:
         digest, tail = entry.key
         del self._entries[entry.key]
         del self._tails[digest][tail]
         if not self._tails[digest]:
             del self._tails[digest]
-        self.num_evicted += 1
         self._books.slots.uncache(entry.slot)
         for page in entry.pages:
             self._page_uses[page] -= 1
@@ -164,21 +183,94 @@ class PrefixCache:
                 del self._page_uses[page]
                 self._books.pages.uncache(page)
 
-    def distrust(self, entry: Entry) -> None:
-        """Pages or snapshot are not what they were: whatever shares them goes too."""
-        self.num_corrupt += 1
+    def distrust(self, entry: Entry, is_changed: bool = True) -> None:
+        """Pages or snapshot are not what they were: whatever shares them goes too. is_changed:
+        else they did not come back from the tier, which is no fault.
+        """
+        self.num_corrupt += is_changed
+        if self._tier is not None:
+            self._tier.forget(_snapshot(entry))
         pages = set(entry.pages)
         for other in list(self._entries.values()):
             if other.slot == entry.slot or not pages.isdisjoint(other.pages):
-                self._evict(other)
+                self._drop(other)
 
     def clear(self) -> int:
-        """Evict everything. Returns: number of entries."""
+        """Forget everything, the tier's part too. Returns: number of entries in the pool."""
         num = len(self._entries)
         for entry in list(self._entries.values()):
-            self._evict(entry)
+            self._drop(entry)
+        self._moves = [m for m in self._moves if m.is_restore]  # nothing is saved any more
+        if self._tier is not None:
+            self._tier.clear()
         self._seen.clear()
         return num
+
+    # ---- the tier --------------------------------------------------------------------------------
+
+    def take_moves(self) -> tuple[Move, ...]:
+        """Copies between pool and tier, in order, to be made before the next step."""
+        moves, self._moves = tuple(self._moves), []
+        return moves
+
+    def _save(self, entry: Entry) -> None:
+        snapshot, full = _snapshot(entry), len(entry.page_records)
+        for name, page in zip(entry.page_records, entry.pages, strict=False):
+            self._moves.append(Move(name, self._page_tokens, page=page))
+        if full < len(entry.pages):
+            live = entry.num_tokens % self._page_tokens
+            self._moves.append(Move(snapshot.open_page, live, page=entry.pages[full]))
+        self._moves.append(
+            Move(snapshot.slot, entry.num_tokens, slot=entry.slot, snapshot=snapshot)
+        )
+
+    def restore(self, digests: list[bytes], ids: array[int], hit: Entry | None) -> Entry | None:
+        """An entry anew, longer than the pool's ``hit``, if the tier has one and there is room for
+        it and for the prompt. Its bytes come with the next moves.
+        """
+        if self._tier is None:
+            return None
+        known = hit.num_tokens if hit else 0
+        snapshot = self._tier.find(digests, ids, self._page_tokens, known)
+        if snapshot is None or snapshot.key in self._entries:
+            return None
+        books, full = self._books, len(snapshot.pages)
+        shared = hit.pages[: known // self._page_tokens] if hit else ()
+        num = pages_for(snapshot.num_tokens, self._page_tokens)
+        if self._max_pages and num > self._max_pages:
+            return None
+        num -= len(shared)
+        beside = pages_for(len(ids), self._page_tokens) - full
+        if not self.make_room(num + beside, 2, hit):
+            return None
+        pages = [*shared, *books.pages.reserve(self, num)]
+        slot = books.slots.reserve(self, 1)[0]
+        for i in range(len(shared), full):
+            self._moves.append(
+                Move(snapshot.pages[i], self._page_tokens, page=pages[i], is_restore=True)
+            )
+        if full < len(pages):
+            live = snapshot.num_tokens % self._page_tokens
+            self._moves.append(Move(snapshot.open_page, live, page=pages[full], is_restore=True))
+        self._moves.append(Move(snapshot.slot, snapshot.num_tokens, slot=slot, is_restore=True))
+        self.num_restored_tokens += snapshot.num_tokens - known
+        books.pages.activate(self, pages[len(shared) :])
+        entry = Entry(
+            snapshot.key,
+            snapshot.num_tokens,
+            slot,
+            tuple(pages),
+            snapshot.checksums,
+            snapshot.open_checksum,
+            snapshot.slot_checksum,
+            snapshot.pages,
+        )
+        self._add(entry)
+        books.pages.release(self, pages[len(shared) :])
+        self._shrink(entry)
+        return entry
+
+    # ---- snapshots of the pool -------------------------------------------------------------------
 
     def reserve_slot(self, key: Key, keep: Entry | None = None) -> int:
         """A slot for a snapshot that the engine is about to make; -1: known, or no slot to have.
@@ -191,6 +283,7 @@ class PrefixCache:
 
     def insert(
         self,
+        digests: list[bytes],
         key: Key,
         num_tokens: int,
         slot: int,
@@ -199,31 +292,54 @@ class PrefixCache:
         open_checksum: int,
         slot_checksum: int,
     ) -> None:
-        """The snapshot in ``slot`` is made. pages: of the lane, from its first on; checksums: of
-        the full ones, in the same order.
+        """The snapshot in ``slot`` is made. digests: of the lane; pages: of the lane, from its
+        first on; checksums: of the full ones, in the same order.
         """
-        slots = self._books.slots
-        slots.activate(self, [slot])
-        slots.cache(slot)
-        slots.release(self, [slot])
-        entry = Entry(
-            key,
-            num_tokens,
-            slot,
-            tuple(pages[: pages_for(num_tokens, self._page_tokens)]),
-            tuple(checksums[: num_tokens // self._page_tokens]),
-            open_checksum,
-            slot_checksum,
+        full, blocks = num_tokens // self._page_tokens, self._page_tokens // BLOCK_TOKENS
+        self._add(
+            Entry(
+                key,
+                num_tokens,
+                slot,
+                tuple(pages[: pages_for(num_tokens, self._page_tokens)]),
+                tuple(checksums[:full]),
+                open_checksum,
+                slot_checksum,
+                page_names(digests[blocks : full * blocks + 1 : blocks]),
+            )
         )
+        self._shrink()
+
+    def _shrink(self, keep: Entry | None = None) -> None:
+        """Down to the budget."""
+        while self._max_pages and len(self._page_uses) > self._max_pages:
+            self._evict(next(e for e in self._entries.values() if e is not keep))
+
+    def _add(self, entry: Entry) -> None:
+        """An entry whose slot is reserved by us, and whose pages somebody holds."""
+        slots = self._books.slots
+        slots.activate(self, [entry.slot])
+        slots.cache(entry.slot)
+        slots.release(self, [entry.slot])
         for page in entry.pages:
             if not self._page_uses[page]:
                 self._books.pages.cache(page)
             self._page_uses[page] += 1
-        self._entries[key] = entry
-        self._tails.setdefault(key[0], {})[key[1]] = entry
-        while self._max_pages and len(self._page_uses) > self._max_pages:
-            self._evict(next(iter(self._entries.values())))
+        self._entries[entry.key] = entry
+        self._tails.setdefault(entry.key[0], {})[entry.key[1]] = entry
 
     def abandon(self, slot: int) -> None:
         """The snapshot was not made."""
         self._books.slots.release(self, [slot])
+
+
+def _snapshot(entry: Entry) -> Snapshot:
+    """An entry, as the tier knows it."""
+    return Snapshot(
+        entry.key,
+        entry.num_tokens,
+        entry.page_records,
+        entry.checksums,
+        entry.open_checksum,
+        entry.slot_checksum,
+    )

@@ -77,6 +77,10 @@ class PrefillConfig:
     prefix_cache: bool = True  # keep pages of prompts and skip what is found again
     cache_pages: int = 0  # of these, kept at most for that; 0: as many as nobody else wants
     devices: str = ""  # GPUs of the ranks, "0,1,2,3"; empty: what the process sees
+    instances: int = 1  # processes; each has a pool, and takes the next tp of the devices
+    tier_memory_mb: int = 0  # host memory for what the prefix cache evicts; 0: it is forgotten
+    tier_file_mb: int = 0  # a file behind that memory; 0: none
+    tier_folder: str = ""  # where that file is made, without a name; empty: the run directory
 
 
 @dataclass(frozen=True)
@@ -132,6 +136,7 @@ class Config:
     device: str = "cpu"  # "cpu" or "cuda"
     log_level: str = "info"  # debug, info, warning, error
     log_content: bool = False  # log prompts and answers too; off for a reason
+    instance: str = ""  # of the process that reads this, filled in by itself
     model: ModelConfig = field(default_factory=ModelConfig)
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
@@ -169,6 +174,13 @@ class Config:
         for pool in (self.prefill, self.decode):
             need(pool.cache_pages >= 0, "cache_pages is at least 0")
         need(self.decode.tpot_budget_ms > 0, "decode.tpot_budget_ms is greater than 0")
+        tier = self.prefill
+        need(1 <= tier.instances <= 64, "prefill.instances is 1 to 64")
+        need(tier.tier_memory_mb >= 0 <= tier.tier_file_mb, "sizes of the tier are at least 0")
+        need(
+            tier.tier_memory_mb > 0 or not tier.tier_file_mb,
+            "prefill.tier_file_mb needs prefill.tier_memory_mb, through which everything goes",
+        )
         need(self.model.max_context >= 128, "model.max_context is at least 128")
         need(
             1 <= self.decode.max_batch <= self.decode.slots, "decode.max_batch is 1 to decode.slots"

@@ -204,6 +204,14 @@ DASHBOARDS: dict[str, tuple[str, tuple[Panel, ...]]] = {
                 (rate("decant_prefix_cache_corrupt_total"), "changed at prefill"),
                 (rate("decant_page_cache_corrupt_total"), "changed at decode"),
             ), "useless is 1 while prompts repeat prefixes and none is found."),
+            Panel("Prefix cache: tier, bytes", "bytes",
+                  ((gauge("decant_tier_bytes", "level"), "{{level}}"),),
+                  "What was evicted from the pool and is kept; nothing unless it is switched on.",
+                  is_stacked=True),
+            Panel("Prefix cache: tier, pages and slots", "short", (
+                (rate("decant_tier_records_total", "event"), "{{event}}"),
+                (rate("decant_tier_restored_tokens_total"), "tokens restored"),
+            )),
             Panel("Put out of the full pool", "short", (
                 (rate("decant_preemptions_total"), "preempted"),
                 (rate("decant_refused_reservations_total", "reason"), "refused: {{reason}}"),

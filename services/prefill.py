@@ -8,6 +8,7 @@ Hello, get KVReady / KVGone and answer KVRelease. What is decided is in
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import time
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from collections.abc import Callable
 import structlog
 
 from decant.engine.execute import execute_prefill
+from decant.engine.host_tier import HostTier, TierStats
 from decant.engine.interface import Engine
 from decant.engine.prefill_scheduler import PrefillLimits, PrefillScheduler, ToDecode, ToRouter
 from decant.protocol.config import Config
@@ -35,7 +37,7 @@ from decant.protocol.wire import Envelope, Sender, unpack_ids
 from decant.services import failpoints, metrics
 from decant.services.link import RouterLink
 from decant.services.process import build, loop_lag_ms, run, stop
-from decant.services.serving_metrics import PageGauge, PrefillMetrics
+from decant.services.serving_metrics import PageGauge, PrefillMetrics, TierMetrics
 from decant.services.sockets import Outbox, RouterSocket
 from decant.services.worker import WorkThread, drained, flushed, now_ms
 
@@ -50,7 +52,13 @@ class PrefillService:
     """One prefill group, seen from rank 0."""
 
     def __init__(self, config: Config, instance: str, engine: Engine, thread: WorkThread) -> None:
+        """Raises: ConfigError if the tier's file cannot be made."""
         self.config, self.engine, self.thread = config, engine, thread
+        room = config.prefill
+        self.tier: HostTier | None = None
+        if room.prefix_cache and room.tier_memory_mb:
+            folder = room.tier_folder or config.run_dir
+            self.tier = HostTier(room.tier_memory_mb << 20, room.tier_file_mb << 20, folder)
         self.sender = Sender(instance)
         pools = engine.pools()
         self.scheduler = PrefillScheduler(
@@ -66,6 +74,7 @@ class PrefillService:
             pools[0].epoch,
             config.prefill.prefix_cache,
             f"{engine.model_hash}/{engine.kv_layout_hash}",
+            self.tier,
         )
         self.num_steps = 0
         self.is_busy = False
@@ -100,7 +109,13 @@ class PrefillService:
         self._is_useless, self._num_corrupt = False, 0  # as last told
         self._registry = metrics.registry("prefill", instance)
         self._metrics = PrefillMetrics(self._registry)
+        stats = self.tier.stats if self.tier is not None else TierStats()
+        TierMetrics(self._registry, stats, self._restored_tokens)
         PageGauge(self._registry, self.scheduler.books.pages.counts, lambda: engine.num_pages)
+
+    def _restored_tokens(self) -> int:
+        cache = self.scheduler.cache
+        return cache.num_restored_tokens if cache is not None else 0
 
     async def run(self) -> None:
         """Until the stop event, then drain."""
@@ -123,6 +138,8 @@ class PrefillService:
                 task.cancel()
         self.link.close()
         self._socket.close()
+        if self.tier is not None:
+            await self.thread.run(self.tier.close)
 
     async def _drain(self) -> None:
         """Finish what is there and let decode fetch it; hand back the rest."""
@@ -146,7 +163,7 @@ class PrefillService:
                 self._metrics.lookup(len(plan.lane.ids), plan.lane.num_cached)
             began_ns = time.monotonic_ns()
             failpoints.hit("prefill.before_chunk")
-            output = await self.thread.run(execute_prefill, self.engine, plan)
+            output = await self.thread.run(execute_prefill, self.engine, plan, self.tier)
             failpoints.hit("prefill.after_chunk")
             self.num_steps += 1
             self._metrics.step(plan.num_tokens, time.monotonic_ns() - began_ns)
@@ -277,6 +294,7 @@ async def main(config: Config, instance: str) -> None:
     """The prefill process."""
     from decant.engine.load import load_engine
 
+    config = dataclasses.replace(config, instance=instance)
     await serve(config, instance, lambda: load_engine(config, "prefill"))
 
 

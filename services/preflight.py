@@ -126,8 +126,8 @@ def shm_bytes(config: Config, shape: ModelShape) -> int:
         return 0
     layout = KVLayout(shape, config.kv.page_tokens)
     return sum(
-        room.tp * (room.pages * layout.page_bytes + room.slots * layout.slot_bytes)
-        for room in (config.prefill, config.decode)
+        num * room.tp * (room.pages * layout.page_bytes + room.slots * layout.slot_bytes)
+        for room, num in ((config.prefill, config.prefill.instances), (config.decode, 1))
     )
 
 
@@ -135,13 +135,14 @@ def check_memory(config: Config, shape: ModelShape, weight_bytes: int) -> None:
     """Raises: ConfigError if the set cannot fit into free memory or /dev/shm."""
     if config.device != "cpu":
         return
-    ranks = [config.prefill.tp, config.decode.tp]
+    ranks = [config.prefill.tp] * config.prefill.instances + [config.decode.tp]
     if config.draft.enabled:
         ranks.append(config.draft.tp)
     # Weights stay as they are on disk or grow to bfloat16 and float32 when the loader unpacks them.
     pool = shm_bytes(config, shape)
     need = sum(ranks) * PROCESS_BYTES + len(ranks) * 4 * weight_bytes + pool
     need += (1 + config.tokenizer.instances + config.gateway.instances) * LIGHT_BYTES
+    need += config.prefill.instances * config.prefill.tier_memory_mb << 20
     free = psutil.virtual_memory().available
     if need > free:
         raise ConfigError(

@@ -11,8 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+
+from decant.engine.host_tier import TierStats
 
 # TTFT: the widest set in use elsewhere (1 ms to 43 min), so that dashboards made for it work here.
 TTFT_S = (
@@ -209,6 +211,40 @@ class PrefillMetrics:
         self.tokens.inc(num_tokens)
         self.chunk.observe(elapsed_ns / 1e9)
         self.chunk_tokens.observe(num_tokens)
+
+
+class TierMetrics(Collector):
+    """What the prefix cache evicted and keeps outside the pool."""
+
+    def __init__(
+        self, registry: CollectorRegistry, stats: TierStats, restored_tokens: Callable[[], int]
+    ) -> None:
+        self._stats, self._restored_tokens = stats, restored_tokens
+        registry.register(self)
+
+    def collect(self) -> list[Metric]:
+        s = self._stats
+        size = GaugeMetricFamily(
+            "decant_tier_bytes", "Evicted pages and slots kept, by level", labels=["level"]
+        )
+        size.add_metric(["memory"], s.memory_bytes)
+        size.add_metric(["file"], s.file_bytes)
+        records = CounterMetricFamily(
+            "decant_tier_records", "Pages and slots, by what happened to them", labels=["event"]
+        )
+        for event, num in (
+            ("saved", s.num_saved),
+            ("restored", s.num_restored),
+            ("dropped", s.num_dropped),
+            ("failed", s.num_failed),
+        ):
+            records.add_metric([event], num)
+        tokens = CounterMetricFamily(
+            "decant_tier_restored_tokens",
+            "Prompt tokens that came back from the tier",
+            self._restored_tokens(),
+        )
+        return [size, records, tokens]
 
 
 class DecodeMetrics:

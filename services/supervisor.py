@@ -46,13 +46,15 @@ class Program:
 def programs(config: Config) -> list[Program]:
     """The processes of a profile, in start order."""
 
-    def worker(service: str, threads: int, devices: str, priority: int) -> Program:
+    def worker(
+        service: str, threads: int, devices: str, priority: int, number: int = 0
+    ) -> Program:
         environment = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
         if config.device == "cpu":
             environment["CUDA_VISIBLE_DEVICES"] = ""
         elif devices:
             environment["CUDA_VISIBLE_DEVICES"] = devices
-        return Program(f"{service}-0", service, priority, environment)
+        return Program(f"{service}-{number}", service, priority, environment)
 
     light = {"OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     names = [Program("router-0", "router", 10, light)]
@@ -60,7 +62,10 @@ def programs(config: Config) -> list[Program]:
         names.append(Program(f"tokenizer-{i}", "tokenizer", 20, light))
     decode, prefill, draft = config.decode, config.prefill, config.draft
     names.append(worker("decode", decode.threads, decode.devices, 30))
-    names.append(worker("prefill", prefill.threads, prefill.devices, 40))
+    each = prefill.devices.split(",") if prefill.devices else []
+    for i in range(prefill.instances):
+        devices = ",".join(each[i * prefill.tp : (i + 1) * prefill.tp])
+        names.append(worker("prefill", prefill.threads, devices, 40, i))
     if draft.enabled:
         names.append(worker("draft", draft.threads, draft.devices, 50))
     for i in range(config.gateway.instances):

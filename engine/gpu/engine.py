@@ -210,6 +210,24 @@ class GpuEngine:
     def copy_slot(self, source: int, target: int, num_tokens: int) -> None:
         self.pool.pull_slot(self.pool, source, target)
 
+    @torch.inference_mode()
+    def save_page(self, page: int, num_tokens: int) -> bytes:
+        """The whole extent, dead rows too."""
+        return self.pool.save_page(page)
+
+    @torch.inference_mode()
+    def save_slot(self, slot: int, num_tokens: int) -> bytes:
+        """The whole extent, dead rows too."""
+        return self.pool.save_slot(slot)
+
+    @torch.inference_mode()
+    def load_page(self, page: int, num_tokens: int, data: bytes) -> None:
+        self.pool.load_page(page, data)
+
+    @torch.inference_mode()
+    def load_slot(self, slot: int, num_tokens: int, data: bytes) -> None:
+        self.pool.load_slot(slot, data)
+
     def close(self) -> None:
         self.runner.drop_graphs()
         self._peers.close()

@@ -174,6 +174,28 @@ class GpuPool:
         extent = self._slot(slot)
         return self._checksum("slot", extent, self.layout.live_slot_rows(num_tokens))
 
+    def _save(self, extent: Tensor) -> bytes:
+        """A page's or slot's bytes in host memory."""
+        return extent.cpu().numpy().tobytes()
+
+    def _load(self, extent: Tensor, data: bytes) -> None:
+        """The other way. Raises: KVPageError if the size is wrong."""
+        if len(data) != extent.numel():
+            raise KVPageError(f"{len(data)} bytes are not the {extent.numel()} of this extent")
+        extent.copy_(torch.from_numpy(np.frombuffer(data, np.uint8).copy()))
+
+    def save_page(self, page: int) -> bytes:
+        return self._save(self._page(page))
+
+    def save_slot(self, slot: int) -> bytes:
+        return self._save(self._slot(slot))
+
+    def load_page(self, page: int, data: bytes) -> None:
+        self._load(self._page(page), data)
+
+    def load_slot(self, slot: int, data: bytes) -> None:
+        self._load(self._slot(slot), data)
+
     def clear_slot(self, slot: int) -> None:
         self._slot(slot).zero_()
 

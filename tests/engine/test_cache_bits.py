@@ -3,7 +3,7 @@ logits at decode, and the same tokens.
 
 A conversation has two turns. The second one finds the first prompt at prefill, and at decode also
 the pages that decode's own steps filled; it is compared with the same prompt in a set without
-caches and with other chunks.
+caches and with other chunks. Random conversations overlap, are cancelled and lose prefill.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 from cluster import Cluster, Job
 
+from decant.engine.host_tier import HostTier
 from decant.engine.load import load_draft, load_engine
 from decant.protocol.config import (
     Config,
@@ -38,8 +40,14 @@ CONFIG = Config(
 Bits = tuple[list[int], int, bytes]
 
 
-def start(decode_pages: int = 24, **settings: object) -> Cluster:
-    config = replace(CONFIG, decode=replace(CONFIG.decode, pages=decode_pages))
+def start(
+    decode_pages: int = 24, prefill_pages: int = 24, prefill_slots: int = 8, **settings: object
+) -> Cluster:
+    config = replace(
+        CONFIG,
+        decode=replace(CONFIG.decode, pages=decode_pages),
+        prefill=replace(CONFIG.prefill, pages=prefill_pages, slots=prefill_slots),
+    )
     engines = (load_engine(config, "prefill"), load_engine(config, "decode"), load_draft(config))
     return Cluster(engines=engines, **settings)  # type: ignore[arg-type]
 
@@ -149,6 +157,119 @@ def test_a_preempted_stream_finds_its_pages_and_goes_on(plain: Cluster) -> None:
         assert c.decode.num_preempted > 0
         for job in jobs:
             assert job.outputs == run(plain, job.prompt, job.sampling)[0].outputs
+        c.settle()
+    finally:
+        c.close()
+
+
+@pytest.mark.parametrize("level", ["memory", "file"])
+def test_bits_are_equal_when_the_prefix_comes_from_the_tier(
+    plain: Cluster, level: str, tmp_path: Path
+) -> None:
+    """Three slots: the next prompts push a snapshot out of the pool."""
+    few = 2 * len(plain.prefill_engine.save_slot(0, 259))  # bytes: the next ones fill it
+    tier = HostTier(64 << 20 if level == "memory" else few, 64 << 20, str(tmp_path))
+    c = start(prefill_slots=3, tier=tier, num_drafts=3, chunk_tokens=90)
+    try:
+        for length in (130, 257) if level == "memory" else (259,):
+            s = Sampling(seed=length, temperature=0.8, max_tokens=13, ignore_eos=True)
+            first = prompt(length, length)
+            before = run(c, first, s)[0]
+            for i in range(4):
+                run(c, prompt(5000 + i, 40), replace_max(s, 1))
+                tier.wait_written()
+            second = first + before.outputs[0] + prompt(length + 1, 21)
+            restored = tier.stats.num_restored
+            after, same = run(c, second, s), run(plain, second, s)
+            assert after[1] == same[1] and after[0].outputs == same[0].outputs
+            assert after[0].num_cached == length
+            assert tier.stats.num_restored > restored
+        assert c.prefill.cache is not None and c.prefill.cache.num_corrupt == 0
+        c.settle()
+    finally:
+        c.close()
+        tier.close()
+
+
+def replace_max(s: Sampling, max_tokens: int) -> Sampling:
+    return msgspec.structs.replace(s, max_tokens=max_tokens)
+
+
+@pytest.mark.parametrize(
+    "seed", [pytest.param(i, marks=pytest.mark.slow if i > 1 else ()) for i in range(24)]
+)
+def test_random_conversations(plain: Cluster, seed: int) -> None:
+    """Three talks overlap, with choices, drafts, cancels in mid-prefill, and deaths of prefill;
+    pools so small that pages are evicted and streams preempted."""
+    rng = random.Random(seed)
+    tier = HostTier(rng.choice([1, 4, 64]) << 20) if seed % 2 else None
+    c = start(
+        decode_pages=rng.choice([12, 24]),
+        prefill_pages=rng.choice([10, 24]),
+        prefill_slots=rng.choice([3, 8]),
+        seed=seed,
+        num_drafts=rng.choice([0, 2, 3]),
+        chunk_tokens=rng.choice([60, 90, 128, 256]),
+        tier=tier,
+    )
+    shared = prompt(9000 + seed, rng.choice([100, 128, 150]))
+    talks = [shared + prompt(9100 + 10 * seed + i, rng.randrange(1, 140)) for i in range(3)]
+    try:
+        for i in range(9):
+            talk = rng.choice(talks)
+            talk += prompt(9500 + 100 * seed + i, rng.randrange(1, 60))
+            s = Sampling(
+                seed=i,
+                temperature=rng.choice([0.0, 0.9]),
+                max_tokens=rng.randrange(1, 14),
+                ignore_eos=True,
+            )
+            job = c.submit(Job(f"r{i}", list(talk), s, rng.choice([1, 1, 2])))
+            end = rng.random()
+            for _ in range(rng.randrange(40)):
+                c.step()
+            if end < 0.15 and not job.is_done:
+                c.cancel(job)
+            elif end < 0.3:
+                c.kill_prefill()
+            elif end < 0.7:
+                c.run()
+                talk += job.outputs[0]
+            del talk[420:]
+        c.run()
+        for job in c.jobs.values():
+            if not job.is_cancelled:
+                same = run(plain, job.prompt, job.sampling, job.num_choices)[0]
+                assert job.outputs == same.outputs, job.request_id
+        assert c.prefill.cache is not None and c.prefill.cache.num_corrupt == 0
+        assert c.decode.cache is not None and c.decode.cache.num_corrupt == 0
+        c.settle()
+    finally:
+        c.close()
+        if tier is not None:
+            tier.close()
+
+
+def test_bits_are_equal_after_the_death_of_prefill(plain: Cluster) -> None:
+    """kill -9 in the middle of a second turn: decode still has the first turn's pages, prefill
+    computes everything anew, over a pool full of what was there before."""
+    c = start(num_drafts=3, chunk_tokens=90)
+    try:
+        s = Sampling(seed=5, temperature=0.8, max_tokens=13, ignore_eos=True)
+        first = prompt(400, 300)
+        second = first + run(c, first, s)[0].outputs[0] + prompt(401, 200)
+        job = c.submit(Job("killed", list(second), s))
+        while not any(lane.num_computed > 300 for lane in c.prefill.lanes.values()):
+            c.step()
+        c.kill_prefill()
+        c.run()
+        assert job.num_resumes >= 1 and job.num_cached == 0
+        hits = c.decode.cache.num_hit_pages  # type: ignore[union-attr]
+        after, same = run(c, second + [7], s), run(plain, second + [7], s)
+        assert after[1] == same[1] and after[0].outputs == same[0].outputs
+        assert job.outputs == run(plain, second, s)[0].outputs
+        assert after[0].num_cached == len(second)
+        assert c.decode.cache.num_hit_pages - hits == len(second) // 128  # type: ignore[union-attr]
         c.settle()
     finally:
         c.close()

@@ -93,6 +93,14 @@ def test_group_pulls_from_group() -> None:
         assert a.tobytes() == b.tobytes()
         with pytest.raises(HandoffError, match="checksum"):
             two.pull_slot("one", 0, 1, 150, 12345)
+        # What one rank saved comes back on both.
+        two.load_page(2, 128, one.save_page(0, 128))
+        two.load_page(3, 22, one.save_page(1, 22))
+        two.load_slot(0, 150, one.save_slot(0, 150))
+        c = two.step(StepPlan(0, (SlotRows(0, 150, (3, 4), (2, 3)),))).logits
+        assert a.tobytes() == c.tobytes()
+        with pytest.raises(KVPageError, match="bytes"):
+            two.load_page(2, 128, b"1234")
     finally:
         one.close()
         two.close()

@@ -135,6 +135,16 @@ def test_a_busy_pool_evicts_but_never_what_a_lane_holds() -> None:
     c.close()
 
 
+def test_a_prompt_that_needs_the_whole_pool_gives_up_what_it_hits() -> None:
+    """Its prefix has an open page, for which there is no room beside the prompt."""
+    c = Cluster(prefill_pages=8)
+    first = ids(1, 300)
+    run(c, "a", first)
+    assert run(c, "b", first + ids(2, 724)).num_cached == 0  # eight pages
+    c.settle()
+    c.close()
+
+
 def test_a_snapshot_costs_no_chunk_more_unless_the_prompt_is_long() -> None:
     cache = PrefixCache(Books(1, 1), 256, "m", "l")
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from decant.engine.load import group_name
 from decant.protocol.config import Config, build, dump, load
 from decant.protocol.errors import ConfigError
 from decant.services import preflight, rundir, supervisor
@@ -65,6 +66,18 @@ def test_render(run_dir: Path) -> None:
     assert "-P -m decant.services.prefill" in prefill["command"]
     assert int(prefill["stopwaitsecs"]) > config.router.drain_s
     assert "secret" not in "".join(parser[f"program:{n}"]["command"] for n in names)
+
+
+def test_several_prefills_share_the_devices(run_dir: Path) -> None:
+    room = {"instances": 2, "tp": 2, "devices": "0,1,2,3"}
+    config = config_in(run_dir, device="cuda", prefill=room)
+    found = {p.name: p.environment for p in supervisor.programs(config) if p.service == "prefill"}
+    assert {n: e["CUDA_VISIBLE_DEVICES"] for n, e in found.items()} == {
+        "prefill-0": "0,1",
+        "prefill-1": "2,3",
+    }
+    groups = [group_name(dataclasses.replace(config, instance=name), "prefill") for name in found]
+    assert groups == ["prefill", "prefill1"]  # locks and pools do not meet
 
 
 def test_no_draft_no_program(run_dir: Path) -> None:

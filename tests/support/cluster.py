@@ -29,6 +29,7 @@ from decant.engine.execute import (
     execute_seal,
 )
 from decant.engine.handoff import Pull
+from decant.engine.host_tier import HostTier
 from decant.engine.interface import DraftEngine, DraftSlot, Engine
 from decant.engine.page_cache import Seal
 from decant.engine.prefill_scheduler import PrefillLimits, PrefillPlan, PrefillScheduler, ToRouter
@@ -103,9 +104,11 @@ class Cluster:
         depth: DepthController | None = None,
         chunk_tokens: int = 100,
         engines: tuple[Engine, Engine, DraftEngine] | None = None,
+        tier: HostTier | None = None,
     ) -> None:
         """engines: for prefill, decode and draft; fakes if not given. With real ones, num_pages,
-        num_slots and prefill_pages are theirs."""
+        num_slots and prefill_pages are theirs. tier: of prefill's cache."""
+        self.tier = tier
         self.random = random.Random(seed)
         self.now_ms = 0.0
         self.prefill_engine: Engine = engines[0] if engines else FakeEngine(prefill_pages, 6)
@@ -114,7 +117,9 @@ class Cluster:
         self.draft.attach("d1", self.decode_engine.pools())
         shape = self.decode_engine
         self.decode_engine.attach("p1", self.prefill_engine.pools())
-        self.prefill = PrefillScheduler(
+        self._prefill_name = "p1"  # incarnation
+        self._new_prefill = partial(
+            PrefillScheduler,
             PrefillLimits(
                 self.prefill_engine.num_pages,
                 self.prefill_engine.num_slots,
@@ -127,7 +132,9 @@ class Cluster:
             self.prefill_engine.pools()[0].epoch,
             cache,
             "fake",
+            tier,
         )
+        self.prefill = self._new_prefill()
         self.decode = DecodeScheduler(
             Limits(
                 shape.num_pages,
@@ -257,6 +264,26 @@ class Cluster:
         elif isinstance(message, Finished):
             pass  # the client learns it from the tokens
 
+    def kill_prefill(self) -> None:
+        """kill -9: what prefill said and heard is gone, so are its cache and tier. Its successor
+        gets the pool as it is, and every unfinished request is resumed.
+        """
+        for name in ("p>d", "d>p", "r>p", "p>r"):
+            self.links[name].clear()
+        self._prefill_step = None
+        if self.tier is not None:
+            self.tier.clear()
+        self.prefill = self._new_prefill()
+        self.prefill.peers({"d1"})
+        self._prefill_name = f"p{int(self._prefill_name[1:]) + 1}"
+        self.decode_engine.attach(self._prefill_name, self.prefill_engine.pools())
+        self.decode.peers({"prefill-0": self._prefill_name})
+        for job in self.jobs.values():
+            if job.is_cancelled and not job.is_done:
+                self.cancel(job)
+            elif not job.is_done and job not in self._waiting:
+                self._resume(job)
+
     # ---- delivery --------------------------------------------------------------------------------
 
     def _collect(self) -> None:
@@ -286,10 +313,10 @@ class Cluster:
 
     def _at_decode(self, message: Message) -> None:
         if isinstance(message, KVReady):
-            self.decode.kv_ready("p1", message, self.now_ms)
+            self.decode.kv_ready(self._prefill_name, message, self.now_ms)
         else:
             assert isinstance(message, KVGone)
-            self.decode.kv_gone("p1", message)
+            self.decode.kv_gone(self._prefill_name, message)
 
     def _at_client(self, runs: list, ids: array) -> None:  # type: ignore[type-arg]
         at = 0
@@ -354,6 +381,8 @@ class Cluster:
         cached = prefill["pages_cached"] + prefill["slots_cached"]
         if self.prefill.cache is not None:
             self.prefill.cache.clear()
+        if self.tier is not None:
+            assert not len(self.tier) and self.tier.stats.memory_bytes == 0
         prefill = self.prefill.stats()
         assert prefill["pages_free"] == self.prefill.books.pages.num, (prefill, cached)
         assert prefill["slots_free"] == self.prefill.books.slots.num, (prefill, cached)
@@ -383,7 +412,7 @@ class Cluster:
         plan = self._prefill_step
         assert plan
         self._prefill_step = None
-        self.prefill.apply(execute_prefill(self.prefill_engine, plan), self.now_ms)
+        self.prefill.apply(execute_prefill(self.prefill_engine, plan, self.tier), self.now_ms)
 
     def pull(self) -> None:
         pull, engine = self._pulls.popleft(), self.decode_engine

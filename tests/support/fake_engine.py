@@ -232,6 +232,23 @@ class FakeEngine:
     def copy_slot(self, source: int, target: int, num_tokens: int) -> None:
         self._copy_live(self.pool.slots[source], self.pool.slots[target], num_tokens)
 
+    def save_page(self, page: int, num_tokens: int) -> bytes:
+        data: bytes = self.pool.pages[page][:num_tokens].tobytes()
+        return data
+
+    def save_slot(self, slot: int, num_tokens: int) -> bytes:
+        live = np.zeros(1, SLOT)
+        self._copy_live(self.pool.slots[slot], live[0], num_tokens)
+        data: bytes = live.tobytes()
+        return data
+
+    def load_page(self, page: int, num_tokens: int, data: bytes) -> None:
+        self.pool.pages[page] = -9
+        self.pool.pages[page][:num_tokens] = np.frombuffer(data, np.int32)
+
+    def load_slot(self, slot: int, num_tokens: int, data: bytes) -> None:
+        self.pool.slots[slot] = np.frombuffer(data, SLOT)[0]
+
     def close(self) -> None:
         os.unlink(self._path)
 

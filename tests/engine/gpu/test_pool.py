@@ -61,6 +61,22 @@ def test_live_rows_follow_the_positions(layout: GpuLayout) -> None:
     assert pages.sum() == 2 * 2 * 3  # two entries of keys and of index keys in three CSA layers
 
 
+def test_what_is_saved_comes_back(layout: GpuLayout) -> None:
+    pool = make(layout, "save")
+    try:
+        pool.pages.random_(0, 255)
+        pool.slots.random_(0, 255)
+        pool.load_page(2, pool.save_page(1))
+        pool.load_slot(0, pool.save_slot(1))
+        assert pool.page_checksum(2, 128) == pool.page_checksum(1, 128)
+        assert torch.equal(pool.pages[2], pool.pages[1])
+        assert torch.equal(pool.slots[0], pool.slots[1])
+        with pytest.raises(KVPageError, match="bytes"):
+            pool.load_slot(0, b"1234")
+    finally:
+        pool.close()
+
+
 def test_checksum_sees_live_words_only(layout: GpuLayout) -> None:
     pool = make(layout, "sum")
     try:
