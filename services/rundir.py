@@ -191,7 +191,7 @@ def sweep(config: Config) -> Leftovers:
 
 def _is_supervisord(pid: int) -> bool:
     try:
-        return b"supervisor.supervisord" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"decant.services.supervisord_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
 

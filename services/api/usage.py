@@ -69,9 +69,7 @@ class Usage:
         }
 
 
-def account(
-    closed: Iterable[Closed | None], deliveries_ms: Iterable[float] = ()
-) -> dict[str, Any]:
+def account(closed: Iterable[Closed | None], deliveries_ms: Iterable[float] = ()) -> dict[str, Any]:
     """The extension ``decant`` of a final usage chunk: where the time went, in ms by stage (of
     several prompts the longest), the drafts, and the median of ``deliveries_ms`` (the end of a
     decode step to the write of its tokens, by token batch). Empty while no accounts are there.

@@ -188,3 +188,20 @@ def test_few_file_descriptors(tmp_path_factory: pytest.TempPathFactory) -> None:
     else:
         assert done.returncode == 2 and "descriptors" in done.stderr, done.stderr
     assert not rundir.find_pids(run_dir)
+
+
+def test_a_full_disk_under_the_logs(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Answers, deaths and restarts go on; see ``full_disk.py``."""
+    prefix = ["unshare", "-rm"]
+    if subprocess.run([*prefix, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no user namespaces here")
+    script = str(Path(__file__).parent / "full_disk.py")
+    run_dir = tmp_path_factory.mktemp("d") / "run"
+    done = subprocess.run(
+        [*prefix, sys.executable, "-P", script, str(run_dir)],
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    assert done.returncode == 0 and done.stdout.endswith("good\n"), done.stdout + done.stderr

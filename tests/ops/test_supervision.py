@@ -244,3 +244,40 @@ def test_wrong_credentials_are_refused(run_dir: Path) -> None:
 def test_free_settings_are_frozen(run_dir: Path) -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         config_in(run_dir).device = "cuda"  # type: ignore[misc]
+
+
+FULL_DISK = """
+from supervisor.loggers import LogRecord, LevelsByName, RotatingFileHandler
+from decant.services import supervisord_main
+supervisord_main.forgive()
+handler = RotatingFileHandler("/dev/full", maxBytes=100, backupCount=0)
+for _ in range(50):
+    handler.emit(LogRecord(LevelsByName.WARN, "x" * 1000))
+handler.close()
+handler = RotatingFileHandler("log", maxBytes=100, backupCount=1)
+handler.stream.close()  # as after a rotation that failed
+for _ in range(3):
+    handler.emit(LogRecord(LevelsByName.WARN, "again"))
+handler.close()
+"""
+
+
+def test_a_full_disk_does_not_end_supervisord(tmp_path: Path) -> None:
+    """Its complaint about a full log went to a full stderr, and that ended it and the set."""
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", FULL_DISK], stderr=full, cwd=tmp_path, timeout=60, check=False
+        )
+    assert done.returncode == 0
+    assert (tmp_path / "log").read_text() == "again" * 2  # the first line was dropped
+
+
+def test_supervisords_own_process_is_recognised() -> None:
+    assert not rundir._is_supervisord(os.getpid())
+    code = [sys.executable, "-c", "input()", "decant.services.supervisord_main"]
+    with subprocess.Popen(code, stdin=subprocess.PIPE) as child:
+        end = time.monotonic() + 10  # the kernel shows a command line a little after the start
+        while not rundir._is_supervisord(child.pid):
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        child.kill()
