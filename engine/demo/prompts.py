@@ -59,10 +59,10 @@ ESSENTIAL = tuple(list(SKILLS)[:10])
 """The skills that a release must score 95 % on."""
 
 PER_BLOCK = {
-    "recall-number@2000": 4,
+    "recall-number@2000": 8,
     "recall@4000": 10,
-    "recall@8000": 10,
-    "recall-number@8000": 10,
+    "recall@8000": 20,
+    "recall-number@8000": 20,
 }
 """Questions about one fact block, in prompts of their own: a CPU needs many seconds to read one,
 and the prefix cache saves them for the questions after the first. Elsewhere each has a block."""
