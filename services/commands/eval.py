@@ -1,4 +1,5 @@
-"""``decant eval``: held-out prompts of the demo's skills through the HTTP API, greedy, counted.
+"""``decant eval``: held-out prompts of the demo's skills through the HTTP API, counted; greedy, but
+for ``--temperature``.
 
 The demo's room knows prompts and right answers; this file sends, counts and prints. The JSON file
 is written after each skill, and keeps a digest of each answer: a later run with ``--same-as`` says
@@ -38,6 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         + ", ".join(prompts.SKILLS).replace("%", "%%"))  # fmt: skip
     add("--num", metavar="N", type=int, default=200, help="prompts per skill (default 200)")
     add("--seed", type=int, default=0, help="of the prompts (default 0)")
+    add("--temperature", metavar="T", type=float, default=0.0,
+        help="of the answers (default 0: greedy); above, fewer drafts are accepted")  # fmt: skip
     add("--concurrency", metavar="N", type=int, default=8, help="requests at once (default 8)")
     add("--at-least", metavar="SHARE", type=float, default=0.0,
         help="exit with 1 if an essential skill has fewer right answers than this")  # fmt: skip
@@ -125,11 +128,13 @@ def shares(scores: list[Score]) -> dict[str, float]:
     return {p: accepted / drafted for p, (drafted, accepted) in sorted(sums.items())}
 
 
-def ask(api: Api, model: str, case: prompts.Case, seed: int) -> tuple[bool, dict[str, Any], str]:
+def ask(
+    api: Api, model: str, case: prompts.Case, seed: int, temperature: float = 0.0
+) -> tuple[bool, dict[str, Any], str]:
     """One request: right or not, usage, and what came back (or the error, after "error: ").
 
     A busy set is asked again, a few times: this counts answers, not admission."""
-    body = {"model": model, "seed": seed, **case.body()}
+    body = {"model": model, "seed": seed, **case.body(), "temperature": temperature}
     for pause_s in (*BUSY_PAUSES_S, None):
         try:
             answer = api.post("/v1/chat/completions", body)
@@ -148,37 +153,41 @@ def digest(got: str) -> str:
     return hashlib.sha256(plain.encode()).hexdigest()[:12]
 
 
-def earlier(path: str, args: argparse.Namespace) -> dict[str, list[str]]:
-    """Digests by skill of the run to compare with.
+def read_table(path: str, args: argparse.Namespace) -> dict[str, Any]:
+    """The JSON file of an earlier run.
 
-    Raises: ConfigError if it cannot be read or asked other prompts."""
+    Raises: ConfigError if it cannot be read, or if that run asked other prompts or otherwise."""
     try:
-        table = json.loads(Path(path).read_text())
-        if table["seed"] != args.seed:
-            raise ConfigError(f"{path} is of seed {table['seed']}, this run of seed {args.seed}")
-        return {s["skill"]: list(s["digests"]) for s in table["skills"]}
+        table: dict[str, Any] = json.loads(Path(path).read_text())
+        given = (table["seed"], table.get("temperature", 0.0))
+        table["skills"] = [dict(s) for s in table["skills"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"cannot compare with {path}: {error}") from None
+        raise ConfigError(f"cannot use {path}: {error!r}") from None
+    if given != (mine := (args.seed, args.temperature)):
+        raise ConfigError(
+            f"{path} is of seed {given[0]} and temperature {given[1]}, this run of {mine[0]} and "
+            f"{mine[1]}"
+        )
+    return table
+
+
+def earlier(path: str, args: argparse.Namespace) -> dict[str, list[str]]:
+    """Digests by skill of the run to compare with. Raises: ConfigError, see read_table."""
+    rows = read_table(path, args)["skills"]
+    return {s["skill"]: list(s.get("digests", [])) for s in rows}
 
 
 def kept(path: str, model: str, args: argparse.Namespace, names: list[str]) -> list[Score]:
     """Scores of the file's other skills; none if there is no file.
 
-    Raises: ConfigError if it cannot be read or is of another model or seed."""
+    Raises: ConfigError, see read_table, and for a run of another model."""
     if not Path(path).exists():
         return []
-    known = {f.name for f in fields(Score)}
-    try:
-        table = json.loads(Path(path).read_text())
-        if (table["model"], table["seed"]) != (model, args.seed):
-            raise ConfigError(
-                f"{path} is of model {table['model']} and seed {table['seed']}, this run of "
-                f"{model} and {args.seed}"
-            )
-        rows = [{k: v for k, v in s.items() if k in known} for s in table["skills"]]
-        return [Score(**row) for row in rows if row["skill"] not in names]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"cannot merge with {path}: {error}") from None
+    table, known = read_table(path, args), {f.name for f in fields(Score)}
+    if table.get("model") != model:
+        raise ConfigError(f"{path} is of model {table.get('model')}, this run of {model}")
+    rows = [{k: v for k, v in s.items() if k in known} for s in table["skills"]]
+    return [Score(**row) for row in rows if row.get("skill", "") not in ("", *names)]
 
 
 def in_order(scores: list[Score]) -> list[Score]:
@@ -198,7 +207,9 @@ def score(api: Api, model: str, skill: str, args: argparse.Namespace) -> Score:
     result, started, before = Score(skill), time.monotonic(), per_position(api)
     chosen = prompts.cases(skill, args.num, args.seed)
     with ThreadPoolExecutor(max(1, args.concurrency)) as pool:
-        answers = pool.map(lambda case: ask(api, model, case, args.seed), chosen)
+        # Each has a seed of its own: the same draw for all would be the same luck for all.
+        seeds = range(args.seed, args.seed + len(chosen))
+        answers = pool.map(lambda c, s: ask(api, model, c, s, args.temperature), chosen, seeds)
         for case, (is_right, usage, got) in zip(chosen, answers, strict=True):
             counts = usage.get("speculation") or {}
             result.num += 1
@@ -250,6 +261,7 @@ def as_json(model: str, args: argparse.Namespace, scores: list[Score]) -> str:
         "model": model,
         "num": args.num,
         "seed": args.seed,
+        "temperature": args.temperature,
         "skills": [{**asdict(s), "share": s.share, "acceptance": s.acceptance} for s in scores],
         "acceptance_by_position": shares(scores),
     }
@@ -258,8 +270,8 @@ def as_json(model: str, args: argparse.Namespace, scores: list[Score]) -> str:
 
 def run(args: argparse.Namespace) -> int:
     names = skills_of(args.skills)
-    if args.num < 1:
-        raise ConfigError("--num is at least 1")
+    if args.num < 1 or not 0 <= args.temperature <= 2:
+        raise ConfigError("--num is at least 1, --temperature 0 to 2")
     known = earlier(args.same_as, args) if args.same_as else {}
     api = api_of(args)
     model = model_of(args, api)

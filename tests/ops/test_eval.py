@@ -115,7 +115,10 @@ def test_short_runs_make_one_table(
     words += ["--merge", "--skills"]
     assert cli.main([*words, "sub"]) == 0  # of seed 0; the server knows only `add` of SEED
     assert cli.main([*words, "add", "--seed", str(SEED)]) == 2
-    assert "of model m and seed 0" in capsys.readouterr().err
+    assert "is of seed 0 and temperature 0.0" in capsys.readouterr().err
+    assert cli.main([*words, "add", "--temperature", "1"]) == 2
+    assert cli.main([*words, "add", "--model", "n"]) == 2
+    assert "is of model m, this run of n" in capsys.readouterr().err
     assert cli.main([*words, "add"]) == 0 and cli.main([*words, "add"]) == 0
     table = json.loads(file.read_text())
     assert [s["skill"] for s in table["skills"]] == ["add", "sub"]
