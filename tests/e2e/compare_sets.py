@@ -1,10 +1,10 @@
-"""The same answers from every set: without drafts, with prompts in chunks of several sizes, with two
-ranks a group, and asked again when the prefix cache has the prompt.
+"""The same answers from every set: without drafts, with chunks of several sizes, with two ranks a
+group, and asked again when the prefix cache has the prompt.
 
 ``python -P tests/e2e/compare_sets.py [--num 10] [--json FILE]`` starts a set per setting, one after
 the other, asks greedy held-out prompts of all kinds twice, and compares whole messages with the
 first answers of the demo profile. Exit 1 if one differs. In pieces: ``--oracle FILE`` keeps the
-demo profile's answers, ``--only NAME`` runs one setting against them and adds its row to ``--json``.
+demo profile's answers, ``--only NAME`` adds the row of one setting to ``--json``.
 """
 
 from __future__ import annotations
