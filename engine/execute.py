@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import cast
+
+import numpy as np
 
 from decant.engine.decode_batch import DecodePlan, Mask, StepOutput, sampler_rows
 from decant.engine.handoff import Pull
 from decant.engine.host_tier import HostTier, Move
-from decant.engine.interface import Engine
+from decant.engine.interface import F32, DrawingEngine, Engine
 from decant.engine.page_cache import Seal
 from decant.engine.prefill_scheduler import PrefillOutput, PrefillPlan
-from decant.engine.sampler import Draw, Sampler
+from decant.engine.sampler import Draw, Row, Sampler
 from decant.protocol.errors import HandoffError
+
+HC_MULT = 4  # residual streams
 
 
 def execute_decode(
@@ -31,24 +36,40 @@ def execute_decode(
     first_draws: list[Draw] = []
     draws: list[Draw] = []
     first_streams = streams = None
+    drawing = cast(DrawingEngine, engine) if getattr(engine, "draws_on_device", False) else None
     if plan.firsts:
         slots = [sequence.slot for sequence in plan.firsts]
         rows = [row for s in plan.firsts for row in sampler_rows(s, (), mask)]
-        first_draws = sampler.draw(engine.head(slots), rows)
-        if has_draft:
-            first_streams = engine.last_streams(slots)
+        if drawing is not None:
+            first_draws = drawing.draw_heads(slots, rows)
+            first_streams = in_slots(len(slots))
+        else:
+            first_draws = sampler.draw(engine.head(slots), rows)
+            if has_draft:
+                first_streams = engine.last_streams(slots)
     began = time.perf_counter()
-    if plan.step.decode or plan.step.chunk:
+
+    def step_rows() -> list[Row]:
+        return [
+            row
+            for sequence, decode in zip(plan.sequences, plan.step.decode, strict=True)
+            for row in sampler_rows(sequence, decode.token_ids[1:], mask)
+        ]
+
+    if plan.step.decode and drawing is not None:
+        draws = drawing.step_and_draw(plan.step, step_rows)
+        streams = in_slots(plan.num_rows)
+    elif plan.step.decode or plan.step.chunk:
         result = engine.step(plan.step)
         if plan.step.decode:
-            rows = [
-                row
-                for sequence, step_rows in zip(plan.sequences, plan.step.decode, strict=True)
-                for row in sampler_rows(sequence, step_rows.token_ids[1:], mask)
-            ]
-            draws = sampler.draw(result.logits, rows)
+            draws = sampler.draw(result.logits, step_rows())
             streams = result.streams if has_draft else None
     return StepOutput(first_draws, draws, first_streams, streams, time.perf_counter() - began)
+
+
+def in_slots(num_rows: int) -> F32:
+    """Streams that nobody carries: the draft reads them where they are."""
+    return np.zeros((num_rows, HC_MULT, 0), np.float32)
 
 
 def execute_moves(engine: Engine, tier: HostTier, moves: Sequence[Move]) -> bool:

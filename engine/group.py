@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import structlog
@@ -37,6 +37,8 @@ COMMAND_WAIT_S = 120.0  # for a follower's answer
 GATHER_WAIT_S = 120.0
 MAX_FRAME_BYTES = 1 << 30
 _PR_SET_PDEATHSIG = 1
+
+T = TypeVar("T")
 
 log = structlog.get_logger()
 
@@ -100,8 +102,8 @@ class Channel:
 
 
 def run_on_all(
-    channels: list[Channel], lock: threading.Lock, frame: bytes, local: Callable[[], object]
-) -> object:
+    channels: list[Channel], lock: threading.Lock, frame: bytes, local: Callable[[], T]
+) -> T:
     """Send a command to all followers, run it here, collect the answers.
 
     Raises: what ``local`` raises, else the first follower's error."""

@@ -16,14 +16,17 @@ length.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from decant.protocol.messages import PoolHandle
+
+if TYPE_CHECKING:
+    from decant.engine.sampler import Draw, Row
 
 F32 = NDArray[np.float32]
 I32 = NDArray[np.int32]
@@ -90,7 +93,7 @@ class DraftSlot:
     slot: int  # of decode's pool; the draft writes MTP window keys of these positions there
     start: int
     next_tokens: tuple[int, ...]
-    streams: F32  # [rows, hc_mult, hidden_size]
+    streams: F32  # [rows, hc_mult, hidden_size]; hidden_size 0: they are in the slot
     num_drafts: int
     mtp_valid_from: int = 0  # window keys of earlier positions are holes and masked
     seed: int = 0
@@ -206,6 +209,24 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Unmap everything, unlink the own pool, stop the followers."""
+        ...
+
+
+class DrawingEngine(Engine, Protocol):
+    """An engine that draws where its logits are (``draws_on_device`` is True): only token ids come
+    to the host, and residual streams stay in the slots, where the draft reads them.
+    """
+
+    draws_on_device: bool
+
+    def step_and_draw(self, plan: StepPlan, rows: Callable[[], list[Row]]) -> list[Draw]:
+        """``step`` and a draw from each row's logits; ``rows`` is called while the step runs.
+        Raises: as ``step``.
+        """
+        ...
+
+    def draw_heads(self, slots: Sequence[int], rows: list[Row]) -> list[Draw]:
+        """A draw from each slot's ``head``."""
         ...
 
 

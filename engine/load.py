@@ -80,10 +80,9 @@ def load_engine(config: Config, role: str) -> Engine:
 
     Raises: ConfigError, CheckpointError."""
     if config.device == "cuda":
-        from decant.engine.gpu.device import choose_device
+        from decant.engine.gpu.device import check_gpu
 
-        room = config.prefill if role == "prefill" else config.decode
-        choose_device(config, room.devices)  # without a GPU nothing else needs to be loaded
+        check_gpu(config)  # without a GPU nothing else needs to be loaded
         from decant.engine.gpu import start
 
         return start.start_engine(config, role)
@@ -97,9 +96,9 @@ def load_draft(config: Config) -> DraftEngine:
 
     Raises: ConfigError, CheckpointError."""
     if config.device == "cuda":
-        from decant.engine.gpu.device import choose_device
+        from decant.engine.gpu.device import check_gpu
 
-        choose_device(config, config.draft.devices)
+        check_gpu(config)
         from decant.engine.gpu import start
 
         return start.start_draft(config)

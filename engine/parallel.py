@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 import numpy as np
 import torch
-from torch import Tensor
 
 from decant.engine import group as processes
 from decant.engine.checkpoint import Checkpoint
@@ -59,6 +58,8 @@ def command(name: str, *args: Any) -> bytes:
 
 
 def _array(value: dict[str, Any]) -> Any:
+    if not value["data"]:  # an empty buffer is refused by numpy
+        return np.zeros(value["shape"], value["dtype"])
     return np.frombuffer(bytearray(value["data"]), value["dtype"]).reshape(value["shape"])
 
 
@@ -92,7 +93,7 @@ UNPACK: dict[str, Callable[..., tuple[Any, ...]]] = {
 }
 STEP_COMMANDS = (
     *("step", "head", "propose", "clear_slot", "copy_page", "copy_slot"),
-    *("load_page", "load_slot"),
+    *("load_page", "load_slot", "run_header", "run_heads"),
 )
 COPY_COMMANDS = ("attach", "detach", "pull_pages", "pull_slot")
 
@@ -123,7 +124,7 @@ def follow(engine: Any, steps: Channel, copies: Channel) -> None:
 class GroupEngine:
     """interface.Engine over all ranks of a group."""
 
-    def __init__(self, own: CpuEngine, followers: Followers, handles: list[PoolHandle]) -> None:
+    def __init__(self, own: Engine, followers: Followers, handles: list[PoolHandle]) -> None:
         self._own, self._followers, self._handles = own, followers, handles
         self.vocab_size, self.hidden_size = own.vocab_size, own.hidden_size
         self.max_context, self.page_tokens = own.max_context, own.page_tokens
@@ -210,7 +211,7 @@ class GroupEngine:
 class GroupDraftEngine:
     """interface.DraftEngine over all ranks of a group."""
 
-    def __init__(self, own: CpuDraftEngine, followers: Followers) -> None:
+    def __init__(self, own: DraftEngine, followers: Followers) -> None:
         self._own, self._followers = own, followers
         self.model_hash, self.kv_layout_hash = own.model_hash, own.kv_layout_hash
         self.max_drafts = own.max_drafts
@@ -287,7 +288,7 @@ def _prepare(config: Config, role: str, tp: int, threads: int) -> Checkpoint:
 
 
 @contextlib.contextmanager
-def _locked(config: Config, role: str, rank: int) -> Iterator[int]:
+def locked(config: Config, role: str, rank: int) -> Iterator[int]:
     """The rank's lock while its engine is made; given back if that fails."""
     name = group_name(config, role)
     lock = processes.lock_rank(config.run_dir, name, rank) if config.run_dir else -1
@@ -298,17 +299,20 @@ def _locked(config: Config, role: str, rank: int) -> Iterator[int]:
         raise
 
 
-def _start_group(
+def start_group(
     config: Config,
     role: str,
     tp: int,
-    build: Callable[[int, Callable[[Tensor], Tensor]], Any],
+    build: Callable[[int, str], Any],
+    wait_s: float = processes.START_WAIT_S,
 ) -> tuple[Any, Followers, list[PoolHandle]]:
-    """Fork, join, load: this rank's engine, the followers, and the pool handles of all ranks."""
+    """Fork, join, load: this rank's engine, the followers, and the pool handles of all ranks.
+
+    build: (rank, rendezvous file) -> engine. wait_s: for a follower, after the leader is ready."""
 
     def life(rank: int, rendezvous: str, steps: Channel, copies: Channel) -> None:
-        with _locked(config, role, rank) as lock:
-            engine = build(rank, processes.join_gloo(rendezvous, rank, tp))
+        with locked(config, role, rank) as lock:
+            engine = build(rank, rendezvous)
             engine.lock = lock
         handles = engine.pools() if hasattr(engine, "pools") else []
         steps.send(msgspec.msgpack.encode(handles))
@@ -318,10 +322,10 @@ def _start_group(
     followers.watch()
     own = None
     try:
-        own = build(0, processes.join_gloo(followers.rendezvous, 0, tp))
+        own = build(0, followers.rendezvous)
         handles = own.pools() if hasattr(own, "pools") else []
         for channel in followers.steps:
-            raw = channel.receive(processes.START_WAIT_S)
+            raw = channel.receive(wait_s)
             handles = [*handles, *msgspec.msgpack.decode(raw, type=list[PoolHandle])]
     except BaseException:
         followers.close()
@@ -341,15 +345,16 @@ def start_engine(config: Config, role: str) -> Engine:
     room = config.prefill if role == "prefill" else config.decode
     checkpoint = _prepare(config, role, room.tp, room.threads)
 
-    def build(rank: int, gather: GatherShards | None) -> CpuEngine:
+    def build(rank: int, file: str) -> CpuEngine:
+        gather = processes.join_gloo(file, rank, room.tp) if file else None
         return build_engine(config, role, checkpoint, rank, gather)
 
-    with _locked(config, role, 0) as lock:
+    with locked(config, role, 0) as lock:
         if room.tp == 1:
-            own = build(0, None)
+            own = build(0, "")
             own.lock = lock
             return own
-        own, followers, handles = _start_group(config, role, room.tp, build)
+        own, followers, handles = start_group(config, role, room.tp, build)
         own.lock = lock
     return GroupEngine(own, followers, handles)
 
@@ -361,14 +366,15 @@ def start_draft(config: Config) -> DraftEngine:
     if not checkpoint.shape.has_mtp:
         raise CheckpointError("the checkpoint has no MTP layer: set draft.enabled = false")
 
-    def build(rank: int, gather: GatherShards | None) -> CpuDraftEngine:
+    def build(rank: int, file: str) -> CpuDraftEngine:
+        gather = processes.join_gloo(file, rank, room.tp) if file else None
         return build_draft(config, checkpoint, rank, gather)
 
-    with _locked(config, "draft", 0) as lock:
+    with locked(config, "draft", 0) as lock:
         if room.tp == 1:
-            own = build(0, None)
+            own = build(0, "")
             own.lock = lock
             return own
-        own, followers, _ = _start_group(config, "draft", room.tp, build)
+        own, followers, _ = start_group(config, "draft", room.tp, build)
         own.lock = lock
     return GroupDraftEngine(own, followers)

@@ -81,6 +81,7 @@ class PrefillConfig:
     tier_memory_mb: int = 0  # host memory for what the prefix cache evicts; 0: it is forgotten
     tier_file_mb: int = 0  # a file behind that memory; 0: none
     tier_folder: str = ""  # where that file is made, without a name; empty: the run directory
+    sm_share: int = 100  # percent of a GPU's multiprocessors for each rank, under gpu.mps
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,7 @@ class DecodeConfig:
     prefix_cache: bool = True  # keep pages, so that the next turn's hand-off brings only the rest
     cache_pages: int = 0  # of these, kept at most for that; 0: as many as nobody else wants
     devices: str = ""  # GPUs of the ranks, "0,1,2,3"; empty: what the process sees
+    sm_share: int = 100  # percent of a GPU's multiprocessors for each rank, under gpu.mps
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,7 @@ class DraftConfig:
     adaptive: bool = True  # k follows measured acceptance and load
     timeout_ms: float = 200.0  # a step waits so long for drafts, then goes on without
     devices: str = ""  # GPUs of the ranks, "0,1,2,3"; empty: what the process sees
+    sm_share: int = 100  # percent of a GPU's multiprocessors for each rank, under gpu.mps
 
 
 @dataclass(frozen=True)
@@ -113,6 +116,13 @@ class KVConfig:
     page_tokens: int = 256  # a multiple of 128
     max_drafts: int = 3  # ring rows
     checksums: bool = True  # crc32 of every page that is handed over
+
+
+@dataclass(frozen=True)
+class GpuConfig:
+    mps: bool = False  # start an MPS daemon of the set's own: processes of one GPU run side by side
+    collectives: str = "auto"  # how ranks sum: ipc (one-shot), nccl, gloo; auto: the first that works
+    start_s: float = 600.0  # a rank may load, compile and capture for so long
 
 
 @dataclass(frozen=True)
@@ -145,6 +155,7 @@ class Config:
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     draft: DraftConfig = field(default_factory=DraftConfig)
     kv: KVConfig = field(default_factory=KVConfig)
+    gpu: GpuConfig = field(default_factory=GpuConfig)
     observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
 
     def __post_init__(self) -> None:
@@ -171,6 +182,15 @@ class Config:
         for room in (self.prefill, self.decode, self.draft):
             need(room.tp in (1, 2, 4, 8), f"tp is 1, 2, 4 or 8, not {room.tp}")
             need(room.threads >= 1, "threads is at least 1")
+            need(1 <= room.sm_share <= 100, f"sm_share is 1 to 100 percent, not {room.sm_share}")
+            names = [n.strip() for n in room.devices.split(",")] if room.devices else []
+            need(all(n.isdigit() for n in names), f"devices are numbers, not {room.devices!r}")
+            need(room.tp % max(1, len(names)) == 0, f"{room.tp} ranks on GPUs {room.devices}")
+        need(
+            self.gpu.collectives in ("auto", "ipc", "nccl", "gloo"),
+            f"gpu.collectives is auto, ipc, nccl or gloo, not {self.gpu.collectives!r}",
+        )
+        need(not self.gpu.mps or self.device == "cuda", "gpu.mps needs device = cuda")
         for pool in (self.prefill, self.decode):
             need(pool.cache_pages >= 0, "cache_pages is at least 0")
         need(self.decode.tpot_budget_ms > 0, "decode.tpot_budget_ms is greater than 0")

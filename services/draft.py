@@ -49,7 +49,8 @@ def draft_slots(envelope: Envelope, max_drafts: int, num_slots: int) -> list[Dra
     if len(tokens) != num_rows or rest or row_bytes % (4 * HC_MULT):
         raise ProtocolError(f"{num_rows} rows with {len(blobs[0])} bytes, {len(tokens)} tokens")
     # NOTE: a copy, since the frame is read-only memory and engines want to own what they get.
-    streams = np.frombuffer(blobs[0], np.float32).reshape(num_rows, HC_MULT, -1).copy()
+    width = row_bytes // (4 * HC_MULT)  # 0: streams are where the slots are
+    streams = np.frombuffer(blobs[0], np.float32).reshape(num_rows, HC_MULT, width).copy()
     result, at = [], 0
     for slot in body.slots:
         end = at + slot.num_rows

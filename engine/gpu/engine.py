@@ -5,13 +5,16 @@ pools. Knows nothing of requests and sampling.
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
 
+from decant.engine.gpu.draws import DeviceSampler
+from decant.engine.gpu.header import StepBody, StepHeader
 from decant.engine.gpu.layout import GpuLayout
 from decant.engine.gpu.model import GpuModel
 from decant.engine.gpu.pool import GpuPool
@@ -19,8 +22,13 @@ from decant.engine.gpu.runner import Runner
 from decant.engine.group import unlock
 from decant.engine.interface import F32, StepPlan, StepResult
 from decant.engine.plan_check import PlanLimits
+from decant.engine.sampler import Draw, Row
 from decant.protocol.errors import HandoffError
 from decant.protocol.messages import PoolHandle
+
+ABORT_POLL_S = 0.05
+
+log = logging.getLogger("decant.engine.gpu")
 
 
 class PeerPools:
@@ -36,7 +44,10 @@ class PeerPools:
         mine = [h for h in handles if h.rank == self._rank]
         if len(mine) != 1:
             raise HandoffError(f"peer {peer} offers no pool of rank {self._rank}")
-        pool = GpuPool.open(mine[0], self._layout, self._device)
+        self.attach_pool(peer, GpuPool.open(mine[0], self._layout, self._device))
+
+    def attach_pool(self, peer: str, pool: GpuPool) -> None:
+        """Take over a pool that is mapped already."""
         with self._lock:
             old = self._pools.pop(peer, None)
             self._pools[peer] = pool
@@ -65,7 +76,12 @@ class PeerPools:
 
 class GpuEngine:
     """One rank. Every call but the pulls belongs to one thread; pulls have a stream of their
-    own."""
+    own. header: of the group; None: a group of one.
+
+    Attributes: draws_on_device: ``step_and_draw`` and ``draw_heads`` bring token ids to the host
+    instead of logits; residual streams stay in the slots, where draft ranks read them."""
+
+    draws_on_device = True
 
     def __init__(
         self,
@@ -75,6 +91,7 @@ class GpuEngine:
         max_drafts: int,
         model_hash: str,
         chunk_rows: int = 2048,
+        header: StepHeader | None = None,
     ) -> None:
         shape, layout = model.shape, pool.layout
         self.model, self.pool = model, pool
@@ -89,44 +106,111 @@ class GpuEngine:
             self.num_pages, self.num_slots, self.page_tokens, max_context, max_drafts,
             self.vocab_size,
         )  # fmt: skip
-        self.runner = Runner(model, pool, max_context, chunk_rows)
+        self.runner = Runner(model, pool, max_context, chunk_rows, header)
+        self.header = self.runner.header
+        self._sampler = DeviceSampler(self.vocab_size, self.eos_token_id, self.device)
         self._peers = PeerPools(layout, self.device, pool.handle.rank)
         self._copies = threading.local()  # one stream per thread that copies
         self.lock = -1  # descriptor of the rank's file lock, held until close
+        self._closing = threading.Event()
+        self._watcher: threading.Thread | None = None
+        if model.comm is not None:
+            self._watcher = threading.Thread(target=self._watch_abort, daemon=True)
+            self._watcher.start()
 
     # -- steps -------------------------------------------------------------------------------------
 
     def pools(self) -> list[PoolHandle]:
         return [self.pool.handle]
 
-    @torch.inference_mode()
+    def write(self, plan: StepPlan) -> StepBody:
+        """Check a plan and put it into the header. Raises: KVPageError, EngineError."""
+        self.limits.check(plan)
+        return self.header.write(plan)
+
     def step(self, plan: StepPlan) -> StepResult:
         """See interface.Engine. The chunk runs after the decode rows, apart from them."""
+        return self.run(self.write(plan))
+
+    @torch.inference_mode()
+    def run(self, body: StepBody) -> StepResult:
+        """A step from its header, on the leading rank: logits and streams to the host."""
         began = time.monotonic_ns()
-        self.limits.check(plan)
         shape = self.model.shape
         logits = np.zeros((0, shape.vocab_size), np.float32)
         streams = np.zeros((0, shape.hc_mult, shape.hidden_size), np.float32)
-        if plan.decode:
-            on_device = self.runner.decode(plan.decode)
-        if plan.chunk is not None:
-            self.runner.prefill(plan.chunk)
-        if plan.decode:
+        on_device = self._launch(body)
+        if on_device is not None:
             logits, streams = (t.float().cpu().numpy() for t in on_device)
         self._finish()
         return StepResult(logits, streams, time.monotonic_ns() - began)
 
+    @torch.inference_mode()
+    def run_header(self, epoch: int) -> None:
+        """The step ``epoch`` as the header says it, on a rank that only follows. Raises:
+        EngineError."""
+        self._launch(self.header.read(epoch))
+        self._finish()
+
+    def _launch(self, body: StepBody) -> tuple[torch.Tensor, torch.Tensor] | None:
+        on_device = None
+        if body.num:
+            on_device = self.runner.run_decode(body)
+        if body.chunk is not None:
+            self.runner.run_prefill(body)
+        return on_device
+
+    def step_and_draw(self, plan: StepPlan, rows: Callable[[], list[Row]]) -> list[Draw]:
+        """See interface.DrawingEngine."""
+        return self.run_and_draw(self.write(plan), rows)
+
+    @torch.inference_mode()
+    def run_and_draw(self, body: StepBody, rows: Callable[[], list[Row]]) -> list[Draw]:
+        """A step from its header and its draws; ``rows`` is called while the step runs."""
+        on_device = self._launch(body)
+        draws: list[Draw] = []
+        if on_device is not None:
+            draws = self._sampler.draw(on_device[0], rows())
+        self._finish()
+        return draws
+
+    @torch.inference_mode()
+    def draw_heads(self, slots: Sequence[int], rows: list[Row]) -> list[Draw]:
+        """See interface.DrawingEngine."""
+        return self._sampler.draw(self._head_logits(slots), rows)
+
     def _finish(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
+        if self.model.comm is not None:
+            self.model.comm.check()
 
-    @torch.inference_mode()
-    def head(self, slots: Sequence[int]) -> F32:
+    def _watch_abort(self) -> None:
+        """End the waits for other ranks as soon as the group is told to stop."""
+        comm = self.model.comm
+        assert comm is not None
+        while not self._closing.wait(ABORT_POLL_S):
+            if self.header.is_aborted:
+                log.warning("the group is told to stop: no rank waits for another any more")
+                comm.abort()
+                return
+
+    def _head_logits(self, slots: Sequence[int]) -> torch.Tensor:
         for slot in slots:
             self.limits.check_slot(slot)
         streams = self.pool.read_streams(torch.tensor(slots, device=self.device))
-        logits: F32 = self.model.logits(self.model.collapse(streams)).cpu().numpy()
+        return self.model.logits(self.model.collapse(streams))
+
+    @torch.inference_mode()
+    def head(self, slots: Sequence[int]) -> F32:
+        logits: F32 = self._head_logits(slots).cpu().numpy()
         return logits
+
+    @torch.inference_mode()
+    def run_heads(self, slots: Sequence[int]) -> None:
+        """``head`` on a rank that only follows."""
+        self._head_logits(slots)
+        self._finish()
 
     @torch.inference_mode()
     def last_streams(self, slots: Sequence[int]) -> F32:
@@ -229,8 +313,14 @@ class GpuEngine:
         self.pool.load_slot(slot, data)
 
     def close(self) -> None:
+        self._closing.set()
+        if self._watcher is not None:
+            self._watcher.join()
         self.runner.drop_graphs()
         self._peers.close()
         self.pool.close()
+        if self.model.comm is not None:
+            self.model.comm.close()
+        self.header.close()
         unlock(self.lock)
         self.lock = -1

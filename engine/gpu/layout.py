@@ -1,5 +1,6 @@
 """What lies where in a page and a slot of the GPU pool: the byte layout of ``kernels/layout.py``
-plus the streams of the last position. Plain Python and numpy, no torch.
+plus residual streams: of the last position, and of the last few in a ring by position, from
+which draft ranks read those of the verified rows. Plain Python and numpy, no torch.
 
 Key rows are FP8 (584 bytes), compressor states float32, streams bf16. Ring rows are addressed by
 absolute position, as on the CPU. Copies move whole extents (source and target have the same
@@ -21,6 +22,7 @@ from decant.kernels.layout import Part, page_layout, slot_layout
 from decant.protocol.errors import ConfigError
 
 Bools = NDArray[np.bool_]
+RECENT_ROWS = 8  # positions whose streams a slot keeps; 1 + max_drafts at least
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ def check_shape(shape: ModelShape) -> None:
 class GpuLayout:
     """Parts, strides and live rows for one model, page size and number of drafts.
 
-    Attributes: pages, slots (kernels/layout.py); streams: Part of a slot; page_bytes, slot_bytes;
+    Attributes: pages, slots (kernels/layout.py); streams, recent: Parts of a slot; page_bytes, slot_bytes;
     hash. Raises: ConfigError."""
 
     def __init__(self, shape: ModelShape, page_tokens: int, max_drafts: int) -> None:
@@ -63,8 +65,12 @@ class GpuLayout:
         except ValueError as error:
             raise ConfigError(str(error)) from error
         self.streams = Part(self.slots.stride, 1, shape.hc_mult * shape.hidden_size * 2, 0)
+        if max_drafts >= RECENT_ROWS:
+            raise ConfigError(f"max_drafts {max_drafts} is not below {RECENT_ROWS}")
+        after = self.slots.stride + self.streams.size
+        self.recent = Part(after, RECENT_ROWS, self.streams.data_bytes, 0)
         self.page_bytes = self.pages.stride
-        self.slot_bytes = self.slots.stride + self.streams.size
+        self.slot_bytes = after + self.recent.size
         self.mtp_layer = shape.num_hidden_layers
         page: list[tuple[str, Part]] = []
         for layer, ratio in enumerate(shape.compress_ratios):
@@ -79,6 +85,7 @@ class GpuLayout:
             slot.append((f"state{shape.compress_ratios[layer]}", state))
         slot.extend(("state4", state) for state in self.slots.index_state.values())
         slot.append(("streams", self.streams))
+        slot.append(("recent", self.recent))
         self.page_groups, self.num_page_rows = _number(page)
         self.slot_groups, self.num_slot_rows = _number(slot)
         described = [
@@ -109,6 +116,7 @@ class GpuLayout:
             "state128": (total - total % 128, total),
             "mtp_window": (max(0, total - 1 - bytes_of.WINDOW), max(0, total - 1)),
             "streams": (0, min(total, 1)),
+            "recent": (max(0, total - 1), total),
         }
         live = np.zeros(self.num_slot_rows, np.bool_)
         for g in self.slot_groups:

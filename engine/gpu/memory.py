@@ -171,6 +171,15 @@ class DeviceMemory:
         self._how = "closed"
 
 
+def pin(memory: mmap.mmap | bytearray) -> bool:
+    """Pin host memory in place, so that copies from it do not wait. False: it stays pageable."""
+    from cuda.bindings import runtime
+
+    view = torch.frombuffer(memory, dtype=torch.uint8)
+    (code,) = runtime.cudaHostRegister(view.data_ptr(), view.numel(), 0)
+    return int(code) == 0
+
+
 def create_memory(prefix: str, size: int, device: torch.device) -> Memory:
     """Raises: ConfigError."""
     if device.type == "cuda":

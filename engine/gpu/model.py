@@ -14,13 +14,12 @@ from torch import Tensor
 
 from decant.engine.gpu import plain
 from decant.engine.gpu import weights as w
+from decant.engine.gpu.communicator import Communicator
 from decant.engine.gpu.ops import Ops, Rows
 from decant.engine.gpu.pool import GpuPool
 from decant.engine.model_shape import ModelShape
 from decant.engine.reference.ops import swiglu
 from decant.kernels.layout import Part
-
-AllReduce = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -34,12 +33,12 @@ class Ropes:
 
 @dataclass
 class GpuModel:
-    """Weights of one rank and how to run them. reduce: sum over TP ranks, in rank order."""
+    """Weights of one rank and how to run them. comm: the other ranks; None: a group of one."""
 
     shape: ModelShape
     weights: w.Weights
     ops: Ops
-    reduce: AllReduce | None = None
+    comm: Communicator | None = None
 
     def ropes(self, rows: Rows) -> Ropes:
         freq, compressed = self.weights.plain, self.weights.compressed
@@ -50,7 +49,7 @@ class GpuModel:
         )
 
     def _joined(self, y: Tensor) -> Tensor:
-        return y if self.reduce is None else self.reduce(y)
+        return y if self.comm is None else self.comm.all_reduce(y)
 
     # -- attention ---------------------------------------------------------------------------------
 
@@ -175,6 +174,7 @@ class GpuModel:
         """Streams after the last layer, and the normalised input of the vocabulary. before, after:
         called with the layer's number around its attention (a chunk's window buffer)."""
         ropes = self.ropes(rows)
+        rows.plan = None  # of an earlier launch with these buffers
         state: tuple[Tensor, Tensor | None, Tensor, Tensor] = self.start(self.embed(rows.tokens))
         for number, layer in enumerate(self.weights.layers):
             window = pool.layout.slots.window[number]
@@ -196,8 +196,9 @@ class GpuModel:
         return chunk_part(rows.rings.shape[1])
 
     def logits(self, h: Tensor) -> Tensor:
-        """h bf16 [R, hidden] -> float32 [R, vocab share]."""
-        return plain.mm_f32(h, self.weights.vocabulary)
+        """h bf16 [R, hidden] -> float32 [R, vocab], on every rank."""
+        share = plain.mm_f32(h, self.weights.vocabulary)
+        return share if self.comm is None else self.comm.all_gather(share)
 
     def collapse(self, streams: Tensor, head: w.Head | None = None) -> Tensor:
         """Final streams -> normalised input of the vocabulary."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +34,10 @@ from decant.kernels.config import architecture
 from decant.kernels.layout import Part
 
 ALL = ("mhc", "linear", "store", "compress", "index", "attention", "wo_a", "gate", "moe")
-DECODE_ROWS = 64  # above, a linear runs unsplit and needs no scratch
+DECODE_ROWS = 64  # above, a linear runs unsplit and needs no scratch; inputs are quantised apart
+ROTATE_ROWS = 16  # above, the output projection's input is rotated by a launch of its own
+CAPTURED_ROWS = 512  # scratch for more rows is of steps that are never captured, and is dropped
+RECENT_SCRATCH = 8
 MAX_LIST_PAIRS = 512  # above, the work list is made by sorting
 
 
@@ -56,6 +60,7 @@ class Rows:
     ring_tables: Tensor
     emit: dict[int, Tensor] | None = None
     valid_from: Tensor | None = None
+    plan: Any = None  # of the indexer, made by the first layer that chooses
 
 
 @dataclass
@@ -75,20 +80,24 @@ class Ops:
     device: torch.device
     enabled: set[str]
     comparing: bool = False
+    tp: int = 1
     compared: dict[str, Compared] = field(default_factory=dict)
     _scratch: dict[tuple[Any, ...], Any] = field(default_factory=dict)
+    _recent: dict[tuple[Any, ...], Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.arch = architecture(self.device) if self.device.type == "cuda" else "sm_90"
-        self.enabled &= set(fitting(self.shape))
+        self.enabled &= set(fitting(self.shape, self.tp))
 
     @classmethod
-    def create(cls, shape: ModelShape, device: torch.device, names: set[str] | None = None) -> Ops:
+    def create(
+        cls, shape: ModelShape, device: torch.device, names: set[str] | None = None, tp: int = 1
+    ) -> Ops:
         """names: kernels that may run; None: all on a GPU, and under Triton's interpreter."""
         if names is None:
             has_kernels = device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
             names = set(ALL) if has_kernels else set()
-        return cls(shape, device, set(names))
+        return cls(shape, device, set(names), tp=tp)
 
     # -- dispatch ----------------------------------------------------------------------------------
 
@@ -119,16 +128,33 @@ class Ops:
             note.worst = max(note.worst, relative_error(a, b))
         return wanted
 
-    def _kept(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
-        if key not in self._scratch:
-            self._scratch[key] = make()
-        return self._scratch[key]
+    def _kept(self, key: tuple[Any, ...], rows: int, make: Callable[[], Any]) -> Any:
+        """Scratch by operation and shape. Graphs hold that of up to CAPTURED_ROWS rows, so it stays;
+        prompts have any length, so of theirs only the latest stays."""
+        key = (*key, rows)
+        kept = self._scratch if rows <= CAPTURED_ROWS else self._recent
+        if key not in kept:
+            kept[key] = make()
+            if kept is self._recent and len(kept) > RECENT_SCRATCH:
+                kept.pop(next(iter(kept)))
+        return kept[key]
+
+    def _quantised(self, rows: int, columns: int) -> Any:
+        """Room for the e4m3 codes and factors of a linear's input; None for few rows."""
+        if rows <= DECODE_ROWS:
+            return None
+
+        def make() -> tuple[Tensor, Tensor]:
+            codes = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=self.device)
+            return codes, torch.empty(columns // w.BLOCK, rows, device=self.device)
+
+        return self._kept(("quantised", columns), rows, make)
 
     def _split_scratch(self, rows: int, num: int) -> Any:
         if rows > DECODE_ROWS:
             return None
         return self._kept(
-            ("linear", rows, num), lambda: fp8_linear.workspace(num, rows, self.device)
+            ("linear", num), rows, lambda: fp8_linear.workspace(num, rows, self.device)
         )
 
     # -- operations --------------------------------------------------------------------------------
@@ -147,12 +173,14 @@ class Ops:
 
         def kernel() -> tuple[Tensor, Tensor, Tensor, Tensor]:
             rows, _, width = x.shape
-            partial = self._kept(("mhc", rows), lambda: mhc.workspace(rows, self.arch, self.device))
+            sums = self._kept(
+                ("mhc",), rows, lambda: mhc.workspace(rows, self.arch, self.device)
+            )
             new_post, new_comb = post.clone(), comb.clone()
             streams = x if y is None else torch.empty_like(x)
             out = torch.empty(rows, width, dtype=torch.bfloat16, device=x.device)
             mhc.mhc_boundary(
-                x, y, new_post, new_comb, site.fn, site.base, site.scale, norm, streams, partial,
+                x, y, new_post, new_comb, site.fn, site.base, site.scale, norm, streams, sums,
                 out, self.arch,
             )  # fmt: skip
             return streams, out, new_post, new_comb
@@ -168,7 +196,10 @@ class Ops:
             assert weight.codes is not None and weight.scale is not None
             out = torch.empty(len(x), weight.num_rows, dtype=dtype, device=x.device)
             scratch = self._split_scratch(len(x), weight.num_rows)
-            return fp8_linear.fp8_linear(x, weight.codes, weight.scale, scratch, out, self.arch)
+            room = self._quantised(*x.shape)
+            return fp8_linear.fp8_linear(
+                x, weight.codes, weight.scale, scratch, out, self.arch, quantised=room
+            )
 
         fits = weight.codes is not None
         out: Tensor = self._pick("linear", fits, kernel, lambda: plain.linear(x, weight, dtype))
@@ -299,8 +330,11 @@ class Ops:
         def kernel() -> tuple[Tensor, Tensor]:
             num, heads, width = psi.shape
             device = psi.device
-            plan = self._kept(("plan", num), lambda: indexer.new_plan(num, self.arch, device))
-            indexer.fill_plan(rows.positions, plan)
+            if rows.plan is None:
+                make = partial(indexer.new_plan, num, self.arch, device)
+                rows.plan = self._kept(("plan",), num, make)
+                indexer.fill_plan(rows.positions, rows.plan)
+            plan = rows.plan
             codes = torch.empty(num, heads, width, dtype=torch.float8_e4m3fn, device=device)
             weights = torch.empty(num, heads, device=device)
             indexer.index_queries(psi, omega, codes, weights)
@@ -374,7 +408,8 @@ class Ops:
             if part is not None:
                 kind = sparse_mla_decode.ALL if chosen is None else sparse_mla_decode.SELECTED
             scratch = self._kept(
-                ("attention", num, heads, kind),
+                ("attention", heads, kind),
+                num,
                 lambda: sparse_mla_decode.workspace(num, heads, kind, self.arch, self.device),
             )
             return sparse_mla_decode.sparse_mla_decode(
@@ -400,8 +435,13 @@ class Ops:
             assert weight.codes is not None and weight.scale is not None
             out = torch.empty(len(o), weight.num_rows, dtype=torch.bfloat16, device=o.device)
             scratch = self._split_scratch(len(o), weight.num_rows)
+            rotated = None
+            if len(o) > ROTATE_ROWS:
+                rotated = self._kept(
+                    ("rotated", o.shape[1]), len(o), lambda: torch.empty_like(o, dtype=torch.half)
+                )
             return output_projection.wo_a(
-                o, rope, weight.codes, weight.scale, scratch, out, self.arch
+                o, rope, weight.codes, weight.scale, scratch, out, self.arch, rotated=rotated
             )
 
         fits = attn.wo_a.codes is not None
@@ -417,12 +457,12 @@ class Ops:
 
         def kernel() -> tuple[Tensor, Tensor]:
             num = shape.n_routed_experts
-            partial = torch.empty(gate.SPLIT_K, len(x), num, device=x.device)
+            sums = torch.empty(gate.SPLIT_K, len(x), num, device=x.device)
             experts = torch.empty(len(x), top_k, dtype=torch.int32, device=x.device)
             weights = torch.empty(len(x), top_k, device=x.device)
             hashed = ffn.table is not None
             gate.route(
-                x, ffn.gate, partial, experts, weights, None, ffn.bias, ffn.table,
+                x, ffn.gate, sums, experts, weights, None, ffn.bias, ffn.table,
                 tokens if hashed else None,
             )  # fmt: skip
             return experts, weights
@@ -462,8 +502,8 @@ class Ops:
         return out
 
 
-def fitting(shape: ModelShape) -> list[str]:
-    """Operations whose kernel takes this model's shapes."""
+def fitting(shape: ModelShape, tp: int = 1) -> list[str]:
+    """Operations whose kernel takes this model's shapes, as one of ``tp`` ranks has them."""
     per_group = shape.num_attention_heads // shape.o_groups
     num = shape.n_routed_experts
     power = num & (num - 1) == 0
@@ -478,7 +518,7 @@ def fitting(shape: ModelShape) -> list[str]:
         "gate": power and num >= 16 and shape.routed_scaling_factor == gate.ROUTED_SCALE,
         "moe": shape.swiglu_limit == fp4_moe.SWIGLU_LIMIT
         and power
-        and shape.moe_intermediate_size % 128 == 0,
+        and shape.moe_intermediate_size % (128 * tp) == 0,
     }
     return [name for name, fits in rules.items() if fits]
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from decant.engine.gpu.layout import GpuLayout
 from decant.engine.gpu.memory import Memory, create_memory, open_memory
+from decant.kernels.layout import Part
 from decant.protocol.errors import HandoffError, KVPageError
 from decant.protocol.messages import PoolHandle
 
@@ -133,22 +134,43 @@ class GpuPool:
             raise KVPageError(f"slot {slot} is not in a pool of {self.handle.num_slots}")
         return self.slots[slot]
 
-    def _stream_units(self, slots: Tensor) -> Tensor:
-        part = self.layout.streams
+    def _stream_units(self, slots: Tensor, part: Part, rows: Tensor | None = None) -> Tensor:
+        count = part.data_bytes // _UNIT
         first = (slots.long() * self.layout.slot_bytes + part.offset) // _UNIT
-        unit = torch.arange(part.data_bytes // _UNIT, device=slots.device)
+        if rows is not None:
+            first = first + rows.long() % part.rows * count
+        unit = torch.arange(count, device=slots.device)
         return (first[:, None] + unit).flatten()
+
+    def _put_streams(self, at: Tensor, streams: Tensor) -> None:
+        rows = streams.contiguous().view(torch.uint8).view(-1, _UNIT)
+        self.slots.view(-1, _UNIT).index_copy_(0, at, rows)
+
+    def _get_streams(self, at: Tensor) -> Tensor:
+        shape = self.layout.shape
+        rows = self.slots.view(-1, _UNIT).index_select(0, at)
+        return rows.view(torch.bfloat16).view(-1, shape.hc_mult, shape.hidden_size)
 
     def write_streams(self, slots: Tensor, streams: Tensor) -> None:
         """Streams bf16 [n, S, hidden] of the last position into slots int [n]."""
-        rows = streams.contiguous().view(torch.uint8).view(-1, _UNIT)
-        self.slots.view(-1, _UNIT).index_copy_(0, self._stream_units(slots), rows)
+        self._put_streams(self._stream_units(slots, self.layout.streams), streams)
 
     def read_streams(self, slots: Tensor) -> Tensor:
         """bf16 [n, S, hidden]."""
-        shape = self.layout.shape
-        rows = self.slots.view(-1, _UNIT).index_select(0, self._stream_units(slots))
-        return rows.view(torch.bfloat16).view(-1, shape.hc_mult, shape.hidden_size)
+        return self._get_streams(self._stream_units(slots, self.layout.streams))
+
+    def write_recent(self, slots: Tensor, positions: Tensor, streams: Tensor) -> None:
+        """Streams of positions [n] into the rings of slots [n]; position -1 goes to the dump."""
+        owner = torch.where(positions >= 0, slots, self.dump_slot)
+        at = self._stream_units(owner, self.layout.recent, positions.clamp(min=0))
+        self._put_streams(at, streams)
+
+    def read_recent(self, slots: Tensor, positions: Tensor) -> Tensor:
+        """Streams [n, S, hidden] of positions [n]; of position -1 those of the dump."""
+        owner = torch.where(positions >= 0, slots, self.dump_slot)
+        return self._get_streams(
+            self._stream_units(owner, self.layout.recent, positions.clamp(min=0))
+        )
 
     # -- checksums and copies ----------------------------------------------------------------------
 

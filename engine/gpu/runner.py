@@ -1,5 +1,5 @@
-"""Runs plans of a step on the device: decode rows on static buffers per bucket, captured as graphs
-on a GPU, and prefill chunks through a buffer for their window keys.
+"""Runs steps on the device as their header says (``header.py``): decode rows on static buffers per
+bucket, captured as graphs on a GPU, and prefill chunks through a buffer for their window keys.
 
 Block tables live in device memory, a row per slot; only rows that changed are sent. The same code
 runs on a CPU, where nothing is captured.
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,32 +18,26 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from decant.engine.gpu import plain
+from decant.engine.gpu.header import BUCKETS, Sizes, StepBody, StepHeader, bucket_of
 from decant.engine.gpu.model import GpuModel, chunk_bytes, chunk_part
 from decant.engine.gpu.ops import Rows
 from decant.engine.gpu.pool import GpuPool
-from decant.engine.interface import PrefillChunk, SlotRows
+from decant.engine.interface import PrefillChunk, SlotRows, StepPlan
 from decant.kernels.layout import WINDOW, Part
 from decant.protocol.errors import KernelError
 
 log = logging.getLogger("decant.engine.gpu")
 
-BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)
 I32 = NDArray[np.int32]
-
-
-def bucket_of(sequences: int) -> int:
-    """The smallest bucket that holds so many sequences."""
-    for size in BUCKETS:
-        if sequences <= size:
-            return size
-    return -(-sequences // BUCKETS[-1]) * BUCKETS[-1]
+PEER_WAIT_S = 10.0  # in a captured step, for another rank's sum
+COMPILE_WAIT_S = 300.0  # before it: ranks compile at their own pace
 
 
 @dataclass
 class Graph:
-    """One bucket: static inputs and outputs, and the captured step (None on a CPU)."""
+    """One bucket: static inputs and outputs, and the captured step (on a CPU the calls)."""
 
-    rows: Rows
+    inputs: Tensor  # int32 [3 * rows]: tokens, positions, slots
     logits: Tensor
     streams: Tensor
     replay: Callable[[], None]
@@ -51,19 +45,26 @@ class Graph:
 
 class Runner:
     """model, pool: of this rank. max_context bounds the width of block tables only. chunk_rows:
-    rows of a chunk that go through the model at a time."""
+    rows of a chunk that go through the model at a time. header: the group's; without one the runner
+    has its own."""
 
     def __init__(
-        self, model: GpuModel, pool: GpuPool, max_context: int, chunk_rows: int = 2048
+        self,
+        model: GpuModel,
+        pool: GpuPool,
+        max_context: int,
+        chunk_rows: int = 2048,
+        header: StepHeader | None = None,
     ) -> None:
         self.model, self.pool, self.chunk_rows = model, pool, chunk_rows
         self.device = pool.device
-        layout = pool.layout
-        self.width = -(-max_context // layout.page_tokens)
+        sizes = sizes_of(pool, max_context)
+        self.header = header or StepHeader.local(sizes)
+        self.width = sizes.pages
         num = pool.handle.num_slots + 1
         self.tables = torch.zeros(num, self.width, dtype=torch.int32, device=self.device)
-        self._known: dict[int, tuple[int, ...]] = {}
         self._graphs: dict[tuple[int, int], Graph] = {}
+        self._graph_memory = None  # of all graphs: they never run at once
         buffer = chunk_bytes(WINDOW + chunk_rows)
         self._buffer = torch.zeros(2, buffer, dtype=torch.uint8, device=self.device)
 
@@ -72,33 +73,12 @@ class Runner:
     def _to_device(self, array: NDArray[np.int32]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
 
-    def _send_tables(self, tables: Iterable[tuple[int, tuple[int, ...]]]) -> None:
+    def _take_tables(self, body: StepBody) -> None:
         """Bring the block tables of slots up to date."""
-        changed = [(s, t) for s, t in tables if self._known.get(s) != t]
-        if not changed:
-            return
-        # All rows to one width: entries past a table's end are never looked up.
-        most = max(len(t) for _, t in changed)
-        if most == 0:
-            return
-        host = np.zeros((len(changed), most), np.int32)
-        for i, (slot, table) in enumerate(changed):
-            host[i, : len(table)] = table
-            self._known[slot] = table
-        index = torch.tensor([s for s, _ in changed], device=self.device)
-        self.tables[:, :most].index_copy_(0, index, self._to_device(host))
-
-    def _layout(self, decode: Sequence[SlotRows], num: int, size: int) -> tuple[I32, I32, I32]:
-        """tokens, positions (-1: padding) and slots, each [num * size]."""
-        tokens = np.zeros((num, size), np.int32)
-        positions = np.full((num, size), -1, np.int32)
-        slots = np.zeros((num, size), np.int32)
-        for i, s in enumerate(decode):
-            n = len(s.token_ids)
-            tokens[i, :n] = s.token_ids
-            positions[i, :n] = np.arange(s.start, s.start + n)
-            slots[i] = s.slot
-        return tokens.reshape(-1), positions.reshape(-1), slots.reshape(-1)
+        if len(body.table_slots):
+            index = self._to_device(body.table_slots).long()
+            width = body.tables.shape[1]
+            self.tables[:, :width].index_copy_(0, index, self._to_device(body.tables))
 
     def rows(
         self,
@@ -132,45 +112,52 @@ class Runner:
     # -- decode ------------------------------------------------------------------------------------
 
     def decode(self, decode: Sequence[SlotRows]) -> tuple[Tensor, Tensor]:
-        """Logits float32 [rows, vocab] and streams bf16 [rows, 4, hidden] of the rows in the plan's
-        order; the streams of each slot's last row enter its slot."""
-        size = max(len(s.token_ids) for s in decode)
-        num = bucket_of(len(decode))
-        self._send_tables((s.slot, s.block_table) for s in decode)
-        tokens, positions, slots = self._layout(decode, num, size)
+        """Write a header of decode rows and run it."""
+        return self.run_decode(self.header.write(StepPlan(0, tuple(decode))))
+
+    def run_decode(self, body: StepBody) -> tuple[Tensor, Tensor]:
+        """Logits float32 [rows, vocab] and streams bf16 [rows, 4, hidden] of the valid rows in the
+        plan's order, good until the next step; streams enter the slots."""
+        self._take_tables(body)
+        num, size = body.num, body.size
         graph = self._graphs.get((num, size))
         if graph is not None:
-            for target, array in (
-                (graph.rows.tokens, tokens),
-                (graph.rows.positions, positions),
-                (graph.rows.slots, slots),
-            ):
-                target.copy_(torch.from_numpy(array))
+            graph.inputs.copy_(torch.from_numpy(body.inputs), non_blocking=True)
             graph.replay()
             streams, logits = graph.streams, graph.logits
         else:
-            streams, h = self.model.trunk(self.rows(tokens, positions, slots, size), self.pool)
-            logits = self.model.logits(h)
-        counts = [len(s.token_ids) for s in decode]
-        wanted = np.concatenate([i * size + np.arange(n) for i, n in enumerate(counts)])
-        last = np.array([i * size + n - 1 for i, n in enumerate(counts)])
-        index = torch.from_numpy(np.concatenate([wanted, last])).to(self.device)
-        kept = streams.index_select(0, index)
-        own = torch.tensor([s.slot for s in decode], device=self.device)
-        self.pool.write_streams(own, kept[len(wanted) :])
-        return logits.index_select(0, index[: len(wanted)]), kept[: len(wanted)]
+            rows = self.rows(body.tokens, body.positions, body.slots, size)
+            streams, logits = self._step(rows)
+        valid = body.valid_rows
+        if len(valid) == num * size:
+            return logits, streams
+        index = self._to_device(valid)
+        return logits.index_select(0, index), streams.index_select(0, index)
 
-    def static_rows(self, num: int, size: int) -> Rows:
-        """Buffers of a bucket; all rows are padding until they are filled."""
+    def _step(self, rows: Rows) -> tuple[Tensor, Tensor]:
+        """Streams and logits of all rows; keeps the streams in the slots."""
+        streams, h = self.model.trunk(rows, self.pool)
+        logits = self.model.logits(h)
+        size = rows.per_sequence
+        live = rows.positions >= 0
+        # a sequence's last valid row: valid, and the row after it is not
+        follows = live.view(-1, size)[:, 1:]
+        follows = torch.cat((follows, torch.zeros_like(live.view(-1, size)[:, :1])), 1).flatten()
+        last = torch.where(live & ~follows, rows.slots, self.pool.dump_slot)
+        self.pool.write_streams(last, streams)
+        self.pool.write_recent(rows.slots, rows.positions, streams)
+        return streams, logits
+
+    def static_rows(self, num: int, size: int) -> tuple[Rows, Tensor]:
+        """Buffers of a bucket, and its inputs [3 * rows] in one piece; all rows are padding until
+        they are filled."""
         count = num * size
-
-        def ints(value: int) -> Tensor:
-            return torch.full((count,), value, dtype=torch.int32, device=self.device)
-
-        slots = ints(0)
-        return Rows(
-            tokens=ints(0),
-            positions=ints(-1),
+        inputs = torch.zeros(3 * count, dtype=torch.int32, device=self.device)
+        tokens, positions, slots = inputs.view(3, count)
+        positions.fill_(-1)
+        rows = Rows(
+            tokens=tokens,
+            positions=positions,
             slots=slots,
             tables=self.tables,
             per_sequence=size,
@@ -179,43 +166,56 @@ class Runner:
             rings=self.pool.slots,
             ring_tables=self.tables,
         )
+        return rows, inputs
 
     def capture(self, num: int, size: int) -> None:
         """Make the step of a bucket ready: on a GPU a graph, on a CPU the same calls on the same
         static buffers. Raises: KernelError."""
-        rows = self.static_rows(num, size)
-
-        def step() -> tuple[Tensor, Tensor]:
-            streams, h = self.model.trunk(rows, self.pool)
-            return streams, self.model.logits(h)
-
+        rows, inputs = self.static_rows(num, size)
         if self.device.type != "cuda":
-            streams, logits = step()
+            streams, logits = self._step(rows)
 
             def run() -> None:
-                new_streams, new_logits = step()
+                new_streams, new_logits = self._step(rows)
                 streams.copy_(new_streams)
                 logits.copy_(new_logits)
 
-            self._graphs[num, size] = Graph(rows, logits, streams, run)
+            self._graphs[num, size] = Graph(inputs, logits, streams, run)
             return
         try:
             side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
             side.wait_stream(torch.cuda.current_stream(self.device))
             with torch.cuda.stream(side):  # compiles, loads modules, makes scratch
-                step()
+                self._step(rows)
             torch.cuda.current_stream(self.device).wait_stream(side)
             torch.cuda.synchronize(self.device)
+            comm = self.model.comm
+            if comm is not None:  # everybody is here: from now on a late rank is a lost one
+                comm.host_gather([0])
+                comm.patience(PEER_WAIT_S)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                streams, logits = step()
+            if self._graph_memory is None:
+                self._graph_memory = torch.cuda.graph_pool_handle()
+            # other threads of this process (copies) go on meanwhile: only ours is watched
+            with torch.cuda.graph(
+                graph, pool=self._graph_memory, capture_error_mode="thread_local"
+            ):
+                streams, logits = self._step(rows)
+            if comm is not None:
+                comm.patience(COMPILE_WAIT_S)
         except RuntimeError as error:
             raise KernelError(f"capture of {num} x {size} rows failed: {error}") from error
-        self._graphs[num, size] = Graph(rows, logits, streams, graph.replay)
+        self._graphs[num, size] = Graph(inputs, logits, streams, graph.replay)
 
     def capture_all(self, max_batch: int, max_rows: int, budget_s: float = 300.0) -> int:
         """Capture every bucket up to max_batch sequences with 1 .. max_rows rows each, within a
-        time budget; what is left runs uncaptured. Returns the number captured."""
+        time budget; what is left runs uncaptured. Returns the number captured.
+
+        Ranks of a group capture the same buckets: rank 0's clock decides for all."""
+        comm = self.model.comm
+        if comm is not None and not comm.can_capture:
+            log.warning("sums by %s cannot be captured: steps run without graphs", comm.kind)
+            return 0
         wanted = [
             (num, size)
             for num in BUCKETS
@@ -224,7 +224,10 @@ class Runner:
         ]
         began = time.monotonic()
         for i, (num, size) in enumerate(wanted):
-            if time.monotonic() - began > budget_s:
+            late = time.monotonic() - began > budget_s
+            if comm is not None:
+                late = bool(comm.host_gather([int(late)])[0][0])
+            if late:
                 log.warning("time for graphs is over: %d of %d buckets", i, len(wanted))
                 return i
             self.capture(num, size)
@@ -240,20 +243,26 @@ class Runner:
 
     def drop_graphs(self) -> None:
         self._graphs.clear()
+        self._graph_memory = None
 
     # -- prefill -----------------------------------------------------------------------------------
 
     def prefill(self, chunk: PrefillChunk) -> None:
+        """Write a header of one chunk and run it."""
+        self.run_prefill(self.header.write(StepPlan(0, (), chunk)))
+
+    def run_prefill(self, body: StepBody) -> None:
         """Positions of a chunk: entries, state and window keys, streams of the last position, and
         the MTP layer's window keys."""
-        ids = np.asarray(chunk.token_ids, np.int32)
-        for at in range(0, len(ids), self.chunk_rows):
-            part = ids[at : at + self.chunk_rows]
-            self._prefill_part(chunk, chunk.start + at, part)
+        chunk = body.chunk
+        assert chunk is not None
+        self._take_tables(body)
+        for at in range(0, len(chunk.token_ids), self.chunk_rows):
+            part = chunk.token_ids[at : at + self.chunk_rows]
+            self._prefill_part(chunk.slot, chunk.start + at, part)
 
-    def _prefill_part(self, chunk: PrefillChunk, start: int, ids: I32) -> None:
-        count, slot = len(ids), chunk.slot
-        self._send_tables([(slot, chunk.block_table)])
+    def _prefill_part(self, slot: int, start: int, ids: I32) -> None:
+        count = len(ids)
         positions = np.arange(start, start + count, dtype=np.int32)
         rows = self.rows(ids, positions, np.full(count, slot, np.int32), count)
         rows.rings, rows.ring_of_row = self._buffer, torch.zeros_like(rows.slots)
@@ -283,6 +292,7 @@ class Runner:
         streams, _ = self.model.trunk(rows, self.pool, before, after)
         self._write_mtp_keys(slot, start, ids, streams)
         self.pool.write_streams(owner[None], streams[-1:])
+        self.pool.write_recent(owner[None], rows.positions[-1:], streams[-1:])
 
     def _span(self, first: int, end: int) -> Tensor:
         return torch.arange(first, end, device=self.device)
@@ -305,3 +315,10 @@ class Runner:
         positions = np.arange(first, first + keep, dtype=np.int32)
         rows = self.rows(tokens[-keep:], positions, np.full(keep, slot, np.int32), keep)
         self.model.write_mtp_keys(rows, before[-keep:].contiguous(), self.pool)
+
+
+def sizes_of(pool: GpuPool, max_context: int) -> Sizes:
+    """The header that any plan for this pool fits into."""
+    layout, num = pool.layout, pool.handle.num_slots
+    pages = -(-max_context // layout.page_tokens)
+    return Sizes(num, 1 + layout.max_drafts, pages, max_context, num)

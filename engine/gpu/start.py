@@ -1,4 +1,8 @@
-"""GPU engines from the configuration: what ``engine/load.py`` calls for device = "cuda"."""
+"""GPU engines from the configuration: what ``engine/load.py`` calls for device = "cuda".
+
+With several ranks the leader forks the others before anything touches CUDA; all load their share,
+agree on how to sum and on the kernels that are right, and capture the same graphs.
+"""
 
 from __future__ import annotations
 
@@ -9,101 +13,187 @@ import torch
 
 from decant.engine import group as processes
 from decant.engine.checkpoint import Checkpoint
+from decant.engine.gpu.communicator import Communicator, choose
 from decant.engine.gpu.device import choose_device
 from decant.engine.gpu.draft import GpuDraftEngine
 from decant.engine.gpu.engine import GpuEngine
+from decant.engine.gpu.group import GpuGroupDraft, GpuGroupEngine
+from decant.engine.gpu.header import Sizes, StepHeader, bucket_of
 from decant.engine.gpu.layout import GpuLayout, check_shape
+from decant.engine.gpu.memory import pin
 from decant.engine.gpu.model import GpuModel
-from decant.engine.gpu.ops import Ops
+from decant.engine.gpu.ops import ALL, Ops
 from decant.engine.gpu.pool import GpuPool
 from decant.engine.gpu.probe import probe
+from decant.engine.gpu.runner import PEER_WAIT_S
 from decant.engine.gpu.weights import load_weights
 from decant.engine.load import max_context, model_folder, pool_prefix
+from decant.engine.parallel import locked, start_group
 from decant.protocol.config import Config
 from decant.protocol.errors import CheckpointError, ConfigError
 
 log = logging.getLogger("decant.engine.gpu")
 
 
-def _prepare(config: Config, role: str, room: Any) -> tuple[Checkpoint, torch.device]:
-    if room.tp != 1:
-        raise ConfigError(
-            f"{role}.tp = {room.tp}: the GPU engine runs with tp = 1 so far (tensor parallelism "
-            "over NCCL is not there yet)"
-        )
+def _prepare(config: Config, room: Any) -> Checkpoint:
+    """What can be wrong, before memory is taken or a process starts."""
     checkpoint = Checkpoint(model_folder(config))
     check_shape(checkpoint.shape)
-    return checkpoint, choose_device(config, room.devices)
+    checkpoint.shape.check_tp(room.tp)
+    return checkpoint
+
+
+def _join(
+    config: Config, role: str, room: Any, rank: int, file: str, device: torch.device, shape: Any
+) -> Communicator | None:
+    """The rank's collectives; None in a group of one."""
+    if room.tp == 1:
+        return None
+    rows = bucket_of(config.decode.max_batch) * (1 + config.kv.max_drafts)
+    columns = shape.vocab_size // room.tp
+    wanted = config.gpu.collectives
+    comm = choose(file, rank, room.tp, device, (rows, shape.hidden_size), columns, wanted)
+    comm.patience(config.gpu.start_s)  # others may compile meanwhile
+    return comm
+
+
+def _agree(ops: Ops, comm: Communicator | None) -> None:
+    """Run the kernels that every rank found right."""
+    if comm is not None:
+        everybody = comm.host_gather([int(name in ops.enabled) for name in ALL])
+        ops.enabled &= {n for n, good in zip(ALL, zip(*everybody, strict=True), strict=True)
+                        if all(good)}  # fmt: skip
 
 
 def _model(
     checkpoint: Checkpoint,
     device: torch.device,
-    layout: GpuLayout,
     trunk: bool,
     mtp: str,
-    tag: str,
     kernels: set[str] | None,
+    comm: Communicator | None,
 ) -> GpuModel:
     def progress(done: int, total: int) -> None:
         log.info("layer %d of %d is on %s", done, total, device)
 
+    tp, rank = (1, 0) if comm is None else (comm.size, comm.rank)
     with torch.inference_mode():
-        weights = load_weights(checkpoint, device, trunk, mtp, progress=progress)
-    model = GpuModel(checkpoint.shape, weights, Ops.create(checkpoint.shape, device, kernels))
-    if trunk and kernels is None:
-        probe(model, layout, device, tag)
-    return model
+        weights = load_weights(checkpoint, device, trunk, mtp, tp, rank, progress)
+    ops = Ops.create(checkpoint.shape, device, kernels, tp)
+    return GpuModel(checkpoint.shape, weights, ops, comm)
+
+
+def build_engine(
+    config: Config,
+    role: str,
+    checkpoint: Checkpoint,
+    rank: int,
+    file: str,
+    header: StepHeader | None,
+    kernels: set[str] | None = None,
+    graphs: bool = True,
+) -> GpuEngine:
+    """One rank. file: the group's rendezvous. Raises: ConfigError, CheckpointError."""
+    room = config.prefill if role == "prefill" else config.decode
+    device = choose_device(config, room.devices, rank)
+    shape = checkpoint.shape
+    layout = GpuLayout(shape, config.kv.page_tokens, config.kv.max_drafts)
+    comm = _join(config, role, room, rank, file, device, shape)
+    prefix = f"{pool_prefix(config, role)}-{rank}"
+    model = _model(checkpoint, device, True, "keys", kernels, comm)
+    checkpoint.close()
+    if kernels is None:
+        probe(model, layout, device, prefix + "-probe")
+    _agree(model.ops, comm)
+    if header is not None and device.type == "cuda":
+        pin(header.memory)
+    pool = GpuPool.create(prefix, layout, room.pages, room.slots, device, rank)
+    engine = GpuEngine(
+        model,
+        pool,
+        max_context(config, shape),
+        config.kv.max_drafts,
+        checkpoint.model_hash,
+        max(config.prefill.chunk_tokens, 128),
+        header,
+    )
+    if graphs and role == "decode" and device.type == "cuda":
+        rows = 1 + (config.draft.num_drafts if config.draft.enabled else 0)
+        with torch.inference_mode():
+            engine.runner.capture_all(config.decode.max_batch, rows)
+    if comm is not None:
+        comm.patience(PEER_WAIT_S)
+    return engine
 
 
 def start_engine(
     config: Config, role: str, kernels: set[str] | None = None, graphs: bool = True
-) -> GpuEngine:
+) -> GpuEngine | GpuGroupEngine:
     """See load.load_engine. kernels: those that run, unprobed; None: all that a probe finds right.
     graphs: capture decode's buckets (on a GPU)."""
     if role not in ("prefill", "decode"):
         raise ConfigError(f"there is no engine for role {role!r}")
     room = config.prefill if role == "prefill" else config.decode
-    checkpoint, device = _prepare(config, role, room)
-    layout = GpuLayout(checkpoint.shape, config.kv.page_tokens, config.kv.max_drafts)
-    lock = processes.lock_rank(config.run_dir, role, 0) if config.run_dir else -1
-    prefix = f"{pool_prefix(config, role)}-0"
-    try:
-        model = _model(checkpoint, device, layout, True, "keys", prefix + "-probe", kernels)
-        pool = GpuPool.create(prefix, layout, room.pages, room.slots, device)
-        checkpoint.close()
-        engine = GpuEngine(
-            model,
-            pool,
-            max_context(config, checkpoint.shape),
-            config.kv.max_drafts,
-            checkpoint.model_hash,
-            max(config.prefill.chunk_tokens, 128),
-        )
-        engine.lock = lock
-        if graphs and role == "decode" and device.type == "cuda":
-            rows = 1 + (config.draft.num_drafts if config.draft.enabled else 0)
-            with torch.inference_mode():
-                engine.runner.capture_all(config.decode.max_batch, rows)
-    except BaseException:
-        processes.unlock(lock)
-        raise
+    checkpoint = _prepare(config, room)
+    context = max_context(config, checkpoint.shape)
+    with locked(config, role, 0) as lock:
+        if room.tp == 1:
+            own = build_engine(config, role, checkpoint, 0, "", None, kernels, graphs)
+            own.lock = lock
+            return own
+        pages = -(-context // config.kv.page_tokens)
+        sizes = Sizes(room.slots, 1 + config.kv.max_drafts, pages, context, room.slots)
+        header = StepHeader.create(f"{pool_prefix(config, role)}-header", sizes)
+
+        def build(rank: int, file: str) -> GpuEngine:
+            return build_engine(config, role, checkpoint, rank, file, header, kernels, graphs)
+
+        try:
+            own, followers, handles = start_group(config, role, room.tp, build, config.gpu.start_s)
+        except BaseException:
+            header.close()
+            raise
+        own.lock = lock
+    return GpuGroupEngine(own, followers, handles)
+
+
+def build_draft(
+    config: Config, checkpoint: Checkpoint, rank: int, file: str, kernels: set[str] | None
+) -> GpuDraftEngine:
+    """One rank of the draft. Raises: ConfigError, CheckpointError."""
+    room = config.draft
+    device = choose_device(config, room.devices, rank)
+    shape = checkpoint.shape
+    layout = GpuLayout(shape, config.kv.page_tokens, config.kv.max_drafts)
+    comm = _join(config, "draft", room, rank, file, device, shape)
+    model = _model(checkpoint, device, False, "full", kernels, comm)
+    checkpoint.close()
+    _agree(model.ops, comm)
+    drafts, name = config.kv.max_drafts, checkpoint.model_hash
+    engine = GpuDraftEngine(model, layout, device, drafts, name, rank)
+    engine.warm_up(config.decode.max_batch)
+    if comm is not None:
+        comm.patience(PEER_WAIT_S)
     return engine
 
 
-def start_draft(config: Config, kernels: set[str] | None = None) -> GpuDraftEngine:
+def start_draft(
+    config: Config, kernels: set[str] | None = None
+) -> GpuDraftEngine | GpuGroupDraft:
     """See load.load_draft; kernels as in start_engine."""
-    checkpoint, device = _prepare(config, "draft", config.draft)
+    room = config.draft
+    checkpoint = _prepare(config, room)
     if not checkpoint.shape.has_mtp:
         raise CheckpointError("the checkpoint has no MTP layer: set draft.enabled = false")
-    layout = GpuLayout(checkpoint.shape, config.kv.page_tokens, config.kv.max_drafts)
-    lock = processes.lock_rank(config.run_dir, "draft", 0) if config.run_dir else -1
-    try:
-        model = _model(checkpoint, device, layout, False, "full", "", kernels)
-        checkpoint.close()
-    except BaseException:
-        processes.unlock(lock)
-        raise
-    engine = GpuDraftEngine(model, layout, device, config.kv.max_drafts, checkpoint.model_hash)
-    engine.lock = lock
-    return engine
+
+    def build(rank: int, file: str) -> GpuDraftEngine:
+        return build_draft(config, checkpoint, rank, file, kernels)
+
+    with locked(config, "draft", 0) as lock:
+        if room.tp == 1:
+            own = build(0, "")
+            own.lock = lock
+            return own
+        own, followers, _ = start_group(config, "draft", room.tp, build, config.gpu.start_s)
+        own.lock = lock
+    return GpuGroupDraft(own, followers)

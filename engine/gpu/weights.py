@@ -158,6 +158,12 @@ class Loader:
             )
         return value.chunk(self.tp, axis)[self.rank]
 
+    @staticmethod
+    def _check_blocks(name: str, how: str, codes: Tensor, scale: Tensor) -> None:
+        blocks = tuple(-(-n // BLOCK) for n in codes.shape)
+        if tuple(scale.shape) != blocks:
+            raise CheckpointError(f"tensor {name} cannot be split by {how} in blocks of {BLOCK}")
+
     def _put(self, value: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         return value.to(self.device, dtype or value.dtype, copy=True).contiguous()
 
@@ -178,7 +184,9 @@ class Loader:
         fp8 = all(e.dtype == "F8_E4M3" for e in entries) and all(
             self._entries[stem + ".scale"].dtype == "F8_E8M0" for stem in stems
         )
-        shares = [self._entries[n].shape[0] for n in names]
+        shares = [
+            self._entries[n].shape[0] // (self.tp if sharding(n) == "rows" else 1) for n in names
+        ]
         fp8 = fp8 and all(n % BLOCK == 0 for n in shares[:-1])
         if fp8:
             codes, scales = [], []
@@ -186,6 +194,7 @@ class Loader:
                 how = sharding(name)
                 codes.append(self._share(self._reader.raw(name), how, name))
                 scales.append(self._share(self._reader.raw(stem + ".scale"), how, name))
+                self._check_blocks(name, how, codes[-1], scales[-1])
             # float8 cannot be concatenated everywhere: bytes can
             joined = torch.cat([c.view(torch.uint8) for c in codes])
             return Linear(self._put(joined).view(torch.float8_e4m3fn), self._put(torch.cat(scales)))
