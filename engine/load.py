@@ -62,8 +62,14 @@ def model_info(config: Config) -> ModelInfo:
 
 def group_name(config: Config, role: str) -> str:
     """Of this process's group of ranks, for locks and pools: prefill, prefill1 ..."""
+    number = instance_number(config, role)
+    return f"{role}{number}" if number else role
+
+
+def instance_number(config: Config, role: str) -> int:
+    """Of this process among those of its role; 0 where it has no name."""
     number = config.instance.removeprefix(f"{role}-")
-    return f"{role}{number}" if number.isdigit() and int(number) else role
+    return int(number) if number.isdigit() else 0
 
 
 def pool_prefix(config: Config, role: str) -> str:

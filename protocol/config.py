@@ -120,8 +120,8 @@ class KVConfig:
 
 @dataclass(frozen=True)
 class GpuConfig:
-    mps: bool = False  # start an MPS daemon of the set's own: processes of one GPU run side by side
-    collectives: str = "auto"  # how ranks sum: ipc (one-shot), nccl, gloo; auto: the first that works
+    mps: bool = False  # start an MPS daemon: processes of one GPU run side by side
+    collectives: str = "auto"  # how ranks sum: ipc (one-shot), nccl, gloo; auto: what works
     start_s: float = 600.0  # a rank may load, compile and capture for so long
 
 
@@ -183,9 +183,11 @@ class Config:
             need(room.tp in (1, 2, 4, 8), f"tp is 1, 2, 4 or 8, not {room.tp}")
             need(room.threads >= 1, "threads is at least 1")
             need(1 <= room.sm_share <= 100, f"sm_share is 1 to 100 percent, not {room.sm_share}")
-            names = [n.strip() for n in room.devices.split(",")] if room.devices else []
-            need(all(n.isdigit() for n in names), f"devices are numbers, not {room.devices!r}")
-            need(room.tp % max(1, len(names)) == 0, f"{room.tp} ranks on GPUs {room.devices}")
+            names = room.devices.split(",") if room.devices else []
+            need(
+                all(n.strip().isdigit() for n in names),
+                f"devices are numbers of GPUs, not {room.devices!r}",
+            )
         need(
             self.gpu.collectives in ("auto", "ipc", "nccl", "gloo"),
             f"gpu.collectives is auto, ipc, nccl or gloo, not {self.gpu.collectives!r}",
@@ -205,6 +207,23 @@ class Config:
         need(
             1 <= self.decode.max_batch <= self.decode.slots, "decode.max_batch is 1 to decode.slots"
         )
+
+    def gpus(self, role: str, number: int = 0) -> list[int]:
+        """The GPU of each rank of a role's group: the next tp of its devices, or all of them dealt
+        in turn where there are fewer (one GPU for all ranks). Empty: what the process sees.
+        """
+        room = {"prefill": self.prefill, "decode": self.decode, "draft": self.draft}[role]
+        names = [int(name) for name in room.devices.split(",")] if room.devices else []
+        if not names:
+            return []
+        return [names[(number * room.tp + rank) % len(names)] for rank in range(room.tp)]
+
+    def all_gpus(self) -> list[int]:
+        """Every GPU of the set, ascending."""
+        roles = [("prefill", i) for i in range(self.prefill.instances)] + [("decode", 0)]
+        if self.draft.enabled:
+            roles.append(("draft", 0))
+        return sorted({gpu for role in roles for gpu in self.gpus(*role)})
 
     def endpoint(self, instance: str) -> str:
         """The ipc address at which a process listens (a Unix path is shorter than 108 bytes)."""

@@ -21,7 +21,7 @@ from xmlrpc.client import Fault, ProtocolError, ServerProxy
 
 from decant.protocol.config import Config
 from decant.protocol.errors import ConfigError
-from decant.services import observers
+from decant.services import mps, observers
 
 # NOTE: importlib.resources cannot read a namespace package of an editable install.
 FOLDER = Path(__file__).parent.parent / "supervisord"  # profiles and templates
@@ -46,28 +46,34 @@ class Program:
 def programs(config: Config) -> list[Program]:
     """The processes of a profile, in start order."""
 
-    def worker(
-        service: str, threads: int, devices: str, priority: int, number: int = 0
-    ) -> Program:
-        environment = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+    # NOTE: all GPUs of the set for every worker: memory of a GPU that a process does not see
+    # cannot be mapped there. Ranks find theirs by number.
+    gpus = ",".join(map(str, config.all_gpus()))
+
+    def worker(service: str, room: Any, priority: int, number: int = 0) -> Program:
+        threads = str(room.threads)
+        environment = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
         if config.device == "cpu":
             environment["CUDA_VISIBLE_DEVICES"] = ""
-        elif devices:
-            environment["CUDA_VISIBLE_DEVICES"] = devices
+        elif gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = gpus
+        if config.gpu.mps:
+            environment |= mps.environment(config.run_dir)
+            environment["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = str(room.sm_share)
         return Program(f"{service}-{number}", service, priority, environment)
 
     light = {"OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     names = [Program("router-0", "router", 10, light)]
+    if config.gpu.mps:
+        names.insert(0, Program("mps-0", "mps", 5, light))
     for i in range(config.tokenizer.instances):
         names.append(Program(f"tokenizer-{i}", "tokenizer", 20, light))
     decode, prefill, draft = config.decode, config.prefill, config.draft
-    names.append(worker("decode", decode.threads, decode.devices, 30))
-    each = prefill.devices.split(",") if prefill.devices else []
+    names.append(worker("decode", decode, 30))
     for i in range(prefill.instances):
-        devices = ",".join(each[i * prefill.tp : (i + 1) * prefill.tp])
-        names.append(worker("prefill", prefill.threads, devices, 40, i))
+        names.append(worker("prefill", prefill, 40, i))
     if draft.enabled:
-        names.append(worker("draft", draft.threads, draft.devices, 50))
+        names.append(worker("draft", draft, 50))
     for i in range(config.gateway.instances):
         names.append(Program(f"gateway-{i}", "gateway", 60, light))
     for other in observers.observers(config):

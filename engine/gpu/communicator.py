@@ -202,7 +202,7 @@ def choose(
     ways = WAYS if wanted == "auto" else (wanted,)
     if device.type == "cpu" and wanted == "auto":
         ways = ("gloo",)
-    failures = []
+    failures: list[str] = []
     for way in ways:
         made: Communicator | None = None
         failure = ""

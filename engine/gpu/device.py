@@ -4,6 +4,7 @@ before anything else is loaded."""
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 import torch
 
@@ -22,29 +23,28 @@ def check_gpu(config: Config) -> None:
         raise ConfigError("device = cuda, but this machine has no CUDA GPU: use device = cpu")
 
 
-def device_index(devices: str, rank: int, visible: str | None, count: int) -> int:
-    """The index among visible GPUs of a rank's. devices: "0,1,2,3", a GPU a rank; fewer are dealt
-    in turn, so "0" puts all ranks on one. visible: CUDA_VISIBLE_DEVICES."""
-    numbers = [n.strip() for n in devices.split(",") if n.strip()]
-    if not numbers:
+def device_index(gpus: Sequence[int], rank: int, visible: str | None, count: int) -> int:
+    """The index among visible GPUs of a rank's. gpus: of the group's ranks; none: what is visible,
+    in turn. visible: CUDA_VISIBLE_DEVICES."""
+    if not gpus:
         return rank % max(count, 1)
-    number = numbers[rank % len(numbers)]
+    number = gpus[rank]
     if visible:
         names = [n.strip() for n in visible.split(",")]
-        if number in names:
-            return names.index(number)
-    return int(number) if int(number) < count else 0
+        if str(number) in names:
+            return names.index(str(number))
+    return number if number < count else 0
 
 
-def choose_device(config: Config, devices: str, rank: int = 0) -> torch.device:
-    """The GPU of a rank; the CPU where the configuration says so (the engine's twin for tests).
+def choose_device(config: Config, gpus: Sequence[int], rank: int = 0) -> torch.device:
+    """The GPU of a rank (see Config.gpus); the CPU where the configuration says so (the engine's twin for tests).
 
     Raises: ConfigError without a GPU that has kernels."""
     if config.device == "cpu":
         return torch.device("cpu")
     check_gpu(config)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    device = torch.device("cuda", device_index(devices, rank, visible, torch.cuda.device_count()))
+    device = torch.device("cuda", device_index(gpus, rank, visible, torch.cuda.device_count()))
     from decant.kernels.config import architecture
 
     try:

@@ -8,7 +8,6 @@ for near ties in the last bits of a logarithm.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -71,14 +70,17 @@ def fits_device(row: Row, vocab_size: int) -> bool:
 
 
 class DeviceSampler:
-    """One rank's sampler. use_kernel: None: where there is a GPU, or Triton's interpreter."""
+    """One rank's sampler. use_kernel: None: where there is a GPU."""
 
     def __init__(
-        self, vocab_size: int, eos_token_id: int, device: torch.device,
+        self,
+        vocab_size: int,
+        eos_token_id: int,
+        device: torch.device,
         use_kernel: bool | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if use_kernel is None:
-            use_kernel = device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+            use_kernel = device.type == "cuda"
         self.vocab_size, self.eos_token_id, self.device = vocab_size, eos_token_id, device
         self.use_kernel = use_kernel
         self._host = Sampler(vocab_size, eos_token_id)

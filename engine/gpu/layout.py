@@ -53,8 +53,8 @@ def check_shape(shape: ModelShape) -> None:
 class GpuLayout:
     """Parts, strides and live rows for one model, page size and number of drafts.
 
-    Attributes: pages, slots (kernels/layout.py); streams, recent: Parts of a slot; page_bytes, slot_bytes;
-    hash. Raises: ConfigError."""
+    Attributes: pages, slots (kernels/layout.py); streams, recent: Parts of a slot; page_bytes,
+    slot_bytes; hash. Raises: ConfigError."""
 
     def __init__(self, shape: ModelShape, page_tokens: int, max_drafts: int) -> None:
         check_shape(shape)

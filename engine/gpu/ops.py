@@ -129,8 +129,8 @@ class Ops:
         return wanted
 
     def _kept(self, key: tuple[Any, ...], rows: int, make: Callable[[], Any]) -> Any:
-        """Scratch by operation and shape. Graphs hold that of up to CAPTURED_ROWS rows, so it stays;
-        prompts have any length, so of theirs only the latest stays."""
+        """Scratch by operation and shape. Graphs hold that of up to CAPTURED_ROWS rows, so it
+        stays; prompts have any length, so of theirs only the latest stays."""
         key = (*key, rows)
         kept = self._scratch if rows <= CAPTURED_ROWS else self._recent
         if key not in kept:

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -64,7 +65,7 @@ class Runner:
         num = pool.handle.num_slots + 1
         self.tables = torch.zeros(num, self.width, dtype=torch.int32, device=self.device)
         self._graphs: dict[tuple[int, int], Graph] = {}
-        self._graph_memory = None  # of all graphs: they never run at once
+        self._graph_memory: Any = None  # of all graphs: they never run at once
         buffer = chunk_bytes(WINDOW + chunk_rows)
         self._buffer = torch.zeros(2, buffer, dtype=torch.uint8, device=self.device)
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from decant.engine import group as processes
 from decant.engine.checkpoint import Checkpoint
 from decant.engine.gpu.communicator import Communicator, choose
 from decant.engine.gpu.device import choose_device
@@ -27,7 +26,7 @@ from decant.engine.gpu.pool import GpuPool
 from decant.engine.gpu.probe import probe
 from decant.engine.gpu.runner import PEER_WAIT_S
 from decant.engine.gpu.weights import load_weights
-from decant.engine.load import max_context, model_folder, pool_prefix
+from decant.engine.load import instance_number, max_context, model_folder, pool_prefix
 from decant.engine.parallel import locked, start_group
 from decant.protocol.config import Config
 from decant.protocol.errors import CheckpointError, ConfigError
@@ -95,7 +94,7 @@ def build_engine(
 ) -> GpuEngine:
     """One rank. file: the group's rendezvous. Raises: ConfigError, CheckpointError."""
     room = config.prefill if role == "prefill" else config.decode
-    device = choose_device(config, room.devices, rank)
+    device = choose_device(config, config.gpus(role, instance_number(config, role)), rank)
     shape = checkpoint.shape
     layout = GpuLayout(shape, config.kv.page_tokens, config.kv.max_drafts)
     comm = _join(config, role, room, rank, file, device, shape)
@@ -162,7 +161,7 @@ def build_draft(
 ) -> GpuDraftEngine:
     """One rank of the draft. Raises: ConfigError, CheckpointError."""
     room = config.draft
-    device = choose_device(config, room.devices, rank)
+    device = choose_device(config, config.gpus("draft"), rank)
     shape = checkpoint.shape
     layout = GpuLayout(shape, config.kv.page_tokens, config.kv.max_drafts)
     comm = _join(config, "draft", room, rank, file, device, shape)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import triton.runtime.interpreter as triton_interpreter
 
 from decant.engine.cpu_engine import CpuEngine
 from decant.engine.gpu.engine import GpuEngine
@@ -35,6 +36,18 @@ def configure(folder: Path | None = None, quantise: bool = False) -> Config:
     )
 
 
+@pytest.fixture
+def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Triton's interpreter needs to run the kernels (as in tests/kernels/conftest.py)."""
+    patch = triton_interpreter._patch_lang_tensor
+
+    def patched(tensor: object, scope: object) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(triton_interpreter, "_patch_lang_tensor", patched)
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of four narrow layers whose shapes every kernel takes."""
@@ -50,8 +63,10 @@ def make_twin() -> Iterator[MakeTwin]:
     made: list[GpuEngine] = []
 
     def make(folder: Path | None = None) -> GpuEngine:
-        made.append(start_engine(configure(folder), "decode", set()))
-        return made[-1]
+        engine = start_engine(configure(folder), "decode", set())
+        assert isinstance(engine, GpuEngine)
+        made.append(engine)
+        return engine
 
     yield make
     for engine in made:

@@ -1,4 +1,4 @@
-"""A GPU group's ranks on CPUs: the header, sums in rank order, TP2 against TP1, drafts from slots."""
+"""A GPU group's ranks on CPUs: header, sums in rank order, TP2 against TP1, drafts from slots."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import os
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from decant.engine.gpu.ipc import IpcCommunicator
 from decant.engine.gpu.start import start_draft, start_engine
 from decant.engine.interface import DraftSlot, PrefillChunk, SlotRows, StepPlan
 from decant.engine.sampler import Row, Sampler
-from decant.protocol.config import Config, GpuConfig
+from decant.protocol.config import Config, GpuConfig, PrefillConfig
 from decant.protocol.errors import (
     ConfigError,
     EngineError,
@@ -164,21 +165,23 @@ def test_an_abort_ends_a_wait(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("devices", "rank", "visible", "count", "index"),
+    ("devices", "number", "rank", "visible", "count", "index"),
     [
-        ("0", 3, None, 1, 0),
-        ("0,1,2,3", 2, None, 8, 2),
-        ("4,5,6,7", 1, "0,1,2,3,4,5,6,7", 8, 5),
-        ("4,5,6,7", 1, "4,5,6,7", 4, 1),
-        ("0,1", 3, None, 2, 1),
-        ("", 3, None, 4, 3),
-        ("5", 0, None, 1, 0),
+        ("0", 0, 3, None, 1, 0),
+        ("0,1,2,3", 0, 2, None, 8, 2),
+        ("4,5,6,7", 0, 1, "0,1,2,3,4,5,6,7", 8, 5),
+        ("4,5,6,7", 0, 1, "4,5,6,7", 4, 1),
+        ("0,1", 0, 3, None, 2, 1),
+        ("0,1,2,3,4,5,6,7", 1, 2, None, 8, 6),
+        ("", 0, 3, None, 4, 3),
+        ("5", 0, 0, None, 1, 0),
     ],
 )
 def test_ranks_find_their_gpu(
-    devices: str, rank: int, visible: str | None, count: int, index: int
+    devices: str, number: int, rank: int, visible: str | None, count: int, index: int
 ) -> None:
-    assert device_index(devices, rank, visible, count) == index
+    config = Config(prefill=PrefillConfig(devices=devices, tp=4, instances=2))
+    assert device_index(config.gpus("prefill", number), rank, visible, count) == index
 
 
 # -- engines ---------------------------------------------------------------------------------------
@@ -211,7 +214,7 @@ def trace(config: Config) -> tuple[NDArray[np.float32], list[list[int]], list[in
         logits, drafts, drawn = [engine.head([1])], [], []
         drawn += [d.token_id for d in engine.draw_heads([1], rows_of(1, 200))]
         token, start, streams, follows = 7, 199, engine.last_streams([1]), (7,)
-        for position in range(200, 204):
+        for position in range(200, 202):
             # the streams of verified rows are in the slot: sending them changes nothing
             there = DraftSlot(1, start, follows, np.zeros((len(follows), 4, 0), np.float32), 3,
                               temperature=0.0)  # fmt: skip
@@ -222,7 +225,7 @@ def trace(config: Config) -> tuple[NDArray[np.float32], list[list[int]], list[in
             step = StepPlan(0, (SlotRows(1, position, (token, *found), table),))
             result = engine.step(step)
             logits.append(result.logits)
-            draws = engine.step_and_draw(step, lambda at=position: rows_of(4, at + 1))
+            draws = engine.step_and_draw(step, partial(rows_of, 4, position + 1))
             wanted = Sampler(engine.vocab_size, engine.eos_token_id).draw(
                 result.logits, rows_of(4, position + 1)
             )
@@ -230,21 +233,21 @@ def trace(config: Config) -> tuple[NDArray[np.float32], list[list[int]], list[in
             drawn += [d.token_id for d in draws]
             token, start = found[0], position
             streams, follows = result.streams[:1], (found[0],)
-        sums = [engine.slot_checksum(1, 204), engine.page_checksum(3, 128)]
+        sums = [engine.slot_checksum(1, 202), engine.page_checksum(3, 128)]
         return np.concatenate(logits), drafts, drawn, sums
     finally:
         draft.close()
         engine.close()
 
 
-def test_four_ranks_against_one(configuration: Config) -> None:
-    one, four = trace(configuration), trace(split(configuration, 4, "ipc"))
+def test_two_ranks_against_one(configuration: Config) -> None:
+    one, two = trace(configuration), trace(split(configuration, 2, "ipc"))
     # another order of sums before roundings to e4m3: near, not equal (docs/gpu-engine.md)
-    assert np.linalg.norm(one[0] - four[0]) < 0.08 * np.linalg.norm(one[0])
-    assert (one[0].argmax(1) == four[0].argmax(1)).mean() > 0.9
-    same = sum(a == b for x, y in zip(one[1], four[1], strict=True) for a, b in zip(x, y, strict=True))
-    assert same >= 9  # of 12 drafts after random tokens
-    assert len(one[2]) == len(four[2]) == 17
+    assert np.linalg.norm(one[0] - two[0]) < 0.08 * np.linalg.norm(one[0])
+    assert (one[0].argmax(1) == two[0].argmax(1)).mean() > 0.9
+    same = sum(a == b for a, b in zip(sum(one[1], []), sum(two[1], []), strict=True))
+    assert same >= 4  # of 6 drafts after random tokens
+    assert len(one[2]) == len(two[2]) == 9
 
 
 def test_ranks_hold_the_same_bits_and_pull_from_their_peers(configuration: Config) -> None:

@@ -7,7 +7,6 @@ import os
 
 import pytest
 import torch
-import triton.runtime.interpreter as interpreter
 
 from decant.engine.gpu.layout import GpuLayout
 from decant.engine.gpu.measure import compare_kernels
@@ -24,14 +23,7 @@ CPU = torch.device("cpu")
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU itself is tested below")
-def test_every_kernel_under_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    patch = interpreter._patch_lang_tensor
-
-    def patched(tensor: object, scope: object) -> None:  # as in tests/kernels/conftest.py
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))  # type: ignore[attr-defined]
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+def test_every_kernel_under_the_interpreter(interpreter: None) -> None:
     shape = parse_shape(config_table(4, "tiny"))
     model = GpuModel(shape, make_slice(shape, CPU, 1), Ops.create(shape, CPU))
     assert model.ops.enabled == set(ALL)

@@ -38,7 +38,8 @@ def test_real_page_has_the_size_of_the_format() -> None:
     assert layout.page_bytes % 2304 == 0 and layout.slot_bytes % 2304 == 0
     groups = layout.slot_groups
     assert sum(g.name == "window" for g in groups) == 43
-    assert groups[-1].name == "streams" and groups[-1].part.data_bytes == 4 * 4096 * 2
+    assert [g.name for g in groups[-2:]] == ["streams", "recent"]
+    assert all(g.part.data_bytes == 4 * 4096 * 2 for g in groups[-2:])
 
 
 def test_live_rows_follow_the_positions(layout: GpuLayout) -> None:
@@ -56,6 +57,7 @@ def test_live_rows_follow_the_positions(layout: GpuLayout) -> None:
     assert rows("state128") == {p % 256 for p in range(256, 300)}
     assert rows("mtp_window") == {p % ring for p in range(171, 299)}
     assert rows("streams") == {0}
+    assert rows("recent") == {299 % 8}
     assert not layout.live_slot_rows(0).any()
     pages = layout.live_page_rows(9)
     assert pages.sum() == 2 * 2 * 3  # two entries of keys and of index keys in three CSA layers
