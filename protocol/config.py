@@ -212,7 +212,8 @@ class Config:
         """The GPU of each rank of a role's group: the next tp of its devices, or all of them dealt
         in turn where there are fewer (one GPU for all ranks). Empty: what the process sees.
         """
-        room = {"prefill": self.prefill, "decode": self.decode, "draft": self.draft}[role]
+        rooms = {"prefill": self.prefill, "decode": self.decode, "draft": self.draft}
+        room: PrefillConfig | DecodeConfig | DraftConfig = rooms[role]  # type: ignore[assignment]
         names = [int(name) for name in room.devices.split(",")] if room.devices else []
         if not names:
             return []

@@ -3,8 +3,8 @@ one safe way to end a process that may have a kernel in flight.
 
 Processes of one GPU are one failure domain under MPS: a client that dies with a kernel in flight
 takes the others with it. So an end that is wanted goes: abort word of the group (its ranks stop
-waiting for each other), a second to drain, ``terminate_client`` at the control daemon for each rank,
-then SIGKILL.
+waiting for each other), a second to drain, ``terminate_client`` at the control daemon for each
+rank, then SIGKILL.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from decant.services import exits
 FENCE_LOG_S = 5.0  # a killed process that does not go away is reported this often
 EXIT_WAIT_S = 1.0  # for supervisord's word on how a process ended
 EXIT_POLL_S = 0.05
+BEFORE_KILL_S = 15.0
 
 ExitReason = Callable[[int], bool | None]
 """pid -> it ended by itself (True), was ended from outside (False), not known yet (None)."""
@@ -105,14 +106,18 @@ class Reaper:
         self._watched[key] = _Watched(pid, descriptor)
         asyncio.get_running_loop().add_reader(descriptor, self._exited, key)
 
-    def fence(self, key: str, why: str) -> None:
-        """Kill it with SIGKILL; ``on_ended(key, False)`` follows when it is gone, not before."""
+    def fence(self, key: str, before: Callable[[int], object] | None = None) -> None:
+        """Kill it with SIGKILL; ``on_ended(key, False)`` follows when it is gone, not before.
+
+        before: called with the pid in a thread, before the kill: what must be done first so that
+        others do not die with it (services/mps.py).
+        """
         watched = self._watched.get(key)
         if watched is None:
             self._spawn(self._report(key, _Watched(0, -1, is_fenced=True)))
             return
         watched.is_fenced = True
-        self._spawn(self._kill(key, watched))
+        self._spawn(self._kill(key, watched, before))
 
     def close(self) -> None:
         for key in list(self._watched):
@@ -141,7 +146,15 @@ class Reaper:
             self._on_exit(key)
             self._spawn(self._report(key, watched))
 
-    async def _kill(self, key: str, watched: _Watched) -> None:
+    async def _kill(
+        self, key: str, watched: _Watched, before: Callable[[int], object] | None
+    ) -> None:
+        if before is not None:
+            try:
+                async with asyncio.timeout(BEFORE_KILL_S):
+                    await asyncio.to_thread(before, watched.pid)
+            except Exception:
+                log.exception("a process is killed unprepared", pid=watched.pid)
         while self._watched.get(key) is watched:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(watched.descriptor, signal.SIGKILL)

@@ -10,13 +10,14 @@ import asyncio
 import itertools
 import time
 from collections.abc import Sequence
+from functools import partial
 
 import structlog
 
 from decant.protocol import messages as m
 from decant.protocol.config import Config
 from decant.protocol.wire import Sender
-from decant.services import admin, failpoints, process
+from decant.services import admin, failpoints, mps, process
 from decant.services.dispatch import Dispatcher
 from decant.services.membership import Member
 from decant.services.reaper import ExitReason, Reaper, may_name, supervisord_says, unknown
@@ -144,7 +145,10 @@ class Router:
         self.dispatcher.unsent(member, body)
 
     def _fence(self, member: Member, why: str) -> None:
-        self.reaper.fence(member.incarnation, why)
+        before = None
+        if self.config.gpu.mps and member.service in ("prefill", "decode", "draft"):
+            before = partial(mps.fence, self.config, member.instance)
+        self.reaper.fence(member.incarnation, before)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import signal
 import stat
 import time
@@ -16,6 +17,7 @@ from pathlib import Path
 
 from decant.protocol.config import Config, load
 from decant.protocol.errors import ConfigError
+from decant.services import mps
 from decant.services.supervisor import CONFIG_NAME, MARK, SupervisorClient
 
 SHM = Path("/dev/shm")
@@ -180,12 +182,15 @@ def sweep(config: Config) -> Leftovers:
     if found.pids:
         supervisors = [p for p in found.pids if _is_supervisord(p)]
         kill(supervisors)  # first, else it starts its children anew
+        mps.end_all(config, list(found.pids))
         kill(found.pids)
         kill(find_pids(Path(config.run_dir)))
     for path in (*found.sockets, *found.segments):
         path.unlink(missing_ok=True)
     for name in ("supervisord.pid", "credentials"):
         (Path(config.run_dir) / name).unlink(missing_ok=True)
+    # NOTE: a worker takes the socket in it for a daemon that runs
+    shutil.rmtree(Path(config.run_dir) / "mps", ignore_errors=True)
     return found
 
 

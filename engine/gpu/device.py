@@ -4,12 +4,16 @@ before anything else is loaded."""
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
 from decant.protocol.config import Config
 from decant.protocol.errors import ConfigError
+
+MPS_WAIT_S = 60.0
 
 
 def check_gpu(config: Config) -> None:
@@ -18,9 +22,24 @@ def check_gpu(config: Config) -> None:
     NOTE: asks NVML, not CUDA: a process that has opened CUDA cannot fork the ranks of its group."""
     if config.device == "cpu":
         return
+    wait_for_mps(config)
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     if not torch.cuda.is_available():
         raise ConfigError("device = cuda, but this machine has no CUDA GPU: use device = cpu")
+
+
+def wait_for_mps(config: Config) -> None:
+    """Until the set's MPS daemon is there: CUDA would start without it and never say so.
+
+    Raises: ConfigError if it does not come."""
+    if not (config.gpu.mps and config.run_dir):
+        return
+    control = Path(config.run_dir) / "mps" / "control"
+    deadline = time.monotonic() + MPS_WAIT_S
+    while not control.exists():
+        if time.monotonic() > deadline:
+            raise ConfigError(f"the MPS daemon did not start: {control} is not there")
+        time.sleep(0.05)
 
 
 def device_index(gpus: Sequence[int], rank: int, visible: str | None, count: int) -> int:
@@ -37,7 +56,8 @@ def device_index(gpus: Sequence[int], rank: int, visible: str | None, count: int
 
 
 def choose_device(config: Config, gpus: Sequence[int], rank: int = 0) -> torch.device:
-    """The GPU of a rank (see Config.gpus); the CPU where the configuration says so (the engine's twin for tests).
+    """The GPU of a rank (see Config.gpus); the CPU where the configuration says so (the engine's
+    twin for tests).
 
     Raises: ConfigError without a GPU that has kernels."""
     if config.device == "cpu":

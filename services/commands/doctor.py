@@ -23,6 +23,7 @@ from decant.protocol.config import Config
 from decant.protocol.errors import ConfigError, DecantError
 from decant.services import preflight, rundir
 from decant.services.cli import FAILED, OK
+from decant.services.mps import CONTROL
 from decant.services.target import add_run_dir, run_dir_of
 
 NOFILE = 4096  # sockets of clients, processes and logs
@@ -235,7 +236,14 @@ def peers(num: int) -> Iterator[Finding]:
 
 def mps(config: Config, num: int) -> Iterator[Finding]:
     """Several processes on one GPU without MPS take turns of milliseconds."""
-    ranks = config.prefill.tp + config.decode.tp
+    if config.gpu.mps:
+        if shutil.which(CONTROL) is None:
+            text = f"gpu.mps is set and {CONTROL} is not on PATH"
+            yield Finding("mps", "fail", text, "install NVIDIA's driver tools or gpu.mps=false")
+        else:
+            yield ok("mps", "the set starts a daemon of its own")
+        return
+    ranks = config.prefill.tp * config.prefill.instances + config.decode.tp
     ranks += config.draft.tp if config.draft.enabled else 0
     is_running = any(
         p.info["name"] == "nvidia-cuda-mps-control" for p in psutil.process_iter(["name"])

@@ -125,7 +125,10 @@ def run(args: argparse.Namespace) -> int:
     try:
         child = supervisor.start(config, lock)
         os.close(lock)
-        wait_ready(config, child, args.ready_timeout or 180.0 + weight_bytes / LOAD_BYTES_PER_S)
+        patience = 180.0 + weight_bytes / LOAD_BYTES_PER_S
+        if config.device == "cuda":  # compiles kernels and captures graphs the first time
+            patience += config.gpu.start_s
+        wait_ready(config, child, args.ready_timeout or patience)
         if args.hello and config.draft.enabled:
             wait_draft(config)
         announce(config, args)

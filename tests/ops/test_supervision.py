@@ -72,10 +72,8 @@ def test_several_prefills_share_the_devices(run_dir: Path) -> None:
     room = {"instances": 2, "tp": 2, "devices": "0,1,2,3"}
     config = config_in(run_dir, device="cuda", prefill=room)
     found = {p.name: p.environment for p in supervisor.programs(config) if p.service == "prefill"}
-    assert {n: e["CUDA_VISIBLE_DEVICES"] for n, e in found.items()} == {
-        "prefill-0": "0,1",
-        "prefill-1": "2,3",
-    }
+    assert {e["CUDA_VISIBLE_DEVICES"] for e in found.values()} == {"0,1,2,3"}
+    assert [config.gpus("prefill", i) for i in (0, 1)] == [[0, 1], [2, 3]]
     groups = [group_name(dataclasses.replace(config, instance=name), "prefill") for name in found]
     assert groups == ["prefill", "prefill1"]  # locks and pools do not meet
 

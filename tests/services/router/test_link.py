@@ -219,7 +219,7 @@ async def test_the_reaper_sees_deaths_and_kills_for_certain() -> None:
     assert told == [("suicidal", "exit"), ("suicidal", True)]
     told.clear()
     stopped.send_signal(signal.SIGSTOP)
-    reaper.fence("stopped", "silent")
+    reaper.fence("stopped")
     await until(lambda: len(told) == 2)
     assert told == [("stopped", "exit"), ("stopped", False)]
     assert await stopped.wait() == -signal.SIGKILL
@@ -233,7 +233,7 @@ async def test_the_reaper_never_touches_itself_or_what_is_gone() -> None:
     told: list[tuple[str, object]] = []
     reaper = Reaper(lambda key: None, lambda key, own: told.append((key, own)))
     reaper.watch("me", os.getpid())
-    reaper.fence("me", "test")
+    reaper.fence("me")
     await until(lambda: told == [("me", False)])
     child = await sleeper()
     child.kill()
