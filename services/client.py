@@ -183,9 +183,18 @@ class _UnixConnection(http.client.HTTPConnection):
 
 def unix_get(path: str, page: str, timeout_s: float = 5.0) -> str:
     """A page of a process's Unix socket (``Config.metrics_path``). Raises: ApiError."""
+    return _unix(path, "GET", page, timeout_s)
+
+
+def unix_post(path: str, page: str, timeout_s: float = 5.0) -> str:
+    """An order to the router's page on its Unix socket (``admin.py``). Raises: ApiError."""
+    return _unix(path, "POST", page, timeout_s)
+
+
+def _unix(path: str, method: str, page: str, timeout_s: float) -> str:
     connection = _UnixConnection(path, timeout_s)
     try:
-        connection.request("GET", page)
+        connection.request(method, page)
         response = connection.getresponse()
         text = response.read().decode(errors="replace")
     except (OSError, http.client.HTTPException) as error:

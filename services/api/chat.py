@@ -91,9 +91,9 @@ def read_stream_options(fields: Fields) -> tuple[bool, bool, bool]:
 
 
 def read_salt(fields: Fields) -> str:
-    """Whoever names a tenant gets a prefix cache of its own."""
+    """Whoever names a tenant gets a prefix cache of its own: no two namings give one salt."""
     parts = [fields.string(f, longest=256) for f in ("user_id", "cache_salt", "prompt_cache_key")]
-    return "\x1f".join(parts).strip("\x1f") and "\x1f".join(parts)
+    return json.dumps(parts) if any(parts) else ""
 
 
 def parse(data: Any, backend: Backend, tenant: str = "") -> Request:
