@@ -6,6 +6,7 @@ import signal
 import time
 from typing import Any
 
+import cuda_on_host
 import pytest
 import torch
 from all_reduce_ranks import CALLS, CPU, input_of, rank_main
@@ -16,6 +17,7 @@ from decant.kernels.all_reduce import (
     GRAIN,
     MAX_RANKS,
     MIN_SHARE,
+    TYPES,
     AllReduce,
     all_reduce_ref,
     capacity,
@@ -24,14 +26,23 @@ from decant.kernels.all_reduce import (
 )
 from decant.protocol.errors import ConfigError, HandoffError
 
+HOW = pytest.mark.parametrize("how", ["twin", "kernel"])
 
-def run_ranks(job: str, world: int, timeout_s: float = 20.0, kill: int | None = None) -> list[Any]:
+
+def run_ranks(
+    job: str, world: int, how: str, timeout_s: float = 20.0, kill: int | None = None
+) -> list[Any]:
+    if how == "kernel":  # once, not by every rank
+        for _, dtype in CALLS:
+            cuda_on_host.function(
+                "all_reduce", "all_reduce_kernel", "sm_90", IN=TYPES[dtype], OUT=0
+            )
     context = multiprocessing.get_context("forkserver")  # a fork, but of a process without threads
     context.set_forkserver_preload(["torch"])
     pipes, processes = [], []
     for rank in range(world):
         mine, theirs = context.Pipe()
-        process = context.Process(target=rank_main, args=(rank, world, theirs, job, timeout_s))
+        process = context.Process(target=rank_main, args=(rank, world, theirs, job, timeout_s, how))
         process.start()
         theirs.close()
         pipes.append(mine)
@@ -71,9 +82,10 @@ def test_shares_cover_every_value_and_fit() -> None:
     assert workspace_bytes(4, 4096) == 4096 + 8 * 2 * 4 * MIN_SHARE * 4
 
 
+@HOW
 @pytest.mark.parametrize("world", [2, 4])
-def test_every_rank_holds_the_bits_of_the_sum_in_rank_order(world: int) -> None:
-    results = run_ranks("sums", world)
+def test_every_rank_holds_the_bits_of_the_sum_in_rank_order(world: int, how: str) -> None:
+    results = run_ranks("sums", world, how)
     differs_by_order = 0
     for call in range(4 * len(CALLS)):
         numel, dtype = CALLS[call % len(CALLS)]
@@ -85,22 +97,25 @@ def test_every_rank_holds_the_bits_of_the_sum_in_rank_order(world: int) -> None:
     assert world == 2 or differs_by_order  # two values are summed alike in either order
 
 
-def test_a_silent_rank_ends_the_wait_and_poisons() -> None:
-    is_nan, second, message = run_ranks("silent", 3, timeout_s=0.4)[0]
+@HOW
+def test_a_silent_rank_ends_the_wait_and_poisons(how: str) -> None:
+    is_nan, second, message = run_ranks("silent", 3, how, timeout_s=0.4)[0]
     assert is_nan
     assert second < 0.2  # a failed group does not wait again
     assert "rank 0 waited in vain for rank 2" in message
 
 
-def test_abort_ends_the_wait() -> None:
+@HOW
+def test_abort_ends_the_wait(how: str) -> None:
     began = time.monotonic()
-    results = run_ranks("abort", 2, timeout_s=60.0)
+    results = run_ranks("abort", 2, how, timeout_s=60.0)
     assert "was told to stop waiting for rank 1" in results[0][0]
     assert time.monotonic() - began < 50
 
 
-def test_a_killed_rank_ends_the_wait() -> None:
-    assert run_ranks("killed", 2, timeout_s=0.5, kill=1) == [[1 | 1 << 8]]
+@HOW
+def test_a_killed_rank_ends_the_wait(how: str) -> None:
+    assert run_ranks("killed", 2, how, timeout_s=0.5, kill=1) == [[1 | 1 << 8]]
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -5,8 +5,10 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
+import cuda_on_host
 import torch
 
+from decant.kernels import cuda
 from decant.kernels.all_reduce import AllReduce
 from decant.protocol.errors import KernelError
 
@@ -33,9 +35,21 @@ CALLS = [(24_000 // 3, torch.float32), (8, torch.bfloat16), (MAX_VALUES, torch.f
 CALLS += [(4096, torch.bfloat16), (1024, torch.float32), (1032, torch.float32)]
 
 
-def rank_main(rank: int, world: int, pipe: Connection, job: str, timeout_s: float) -> None:
+def use_kernel(group: AllReduce) -> None:
+    """Let the CUDA kernel's own source do what the twin does."""
+    cuda.function, cuda.launch = cuda_on_host.function, cuda_on_host.launch  # type: ignore[assignment]
+    group.arch = "sm_90"
+    group._pointers = torch.tensor([memory.data_ptr() for memory in group._memory.ranks])
+    group._reduce_on_host = group._launch  # type: ignore[method-assign]
+
+
+def rank_main(
+    rank: int, world: int, pipe: Connection, job: str, timeout_s: float, how: str
+) -> None:
     torch.set_num_threads(1)
     group = AllReduce(rank, world, MAX_VALUES, CPU, exchange_over(pipe), timeout_s)
+    if how == "kernel":
+        use_kernel(group)
     result: list[Any] = []
     if job == "sums":
         for call in range(4 * len(CALLS)):

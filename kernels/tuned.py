@@ -1,0 +1,103 @@
+"""Which implementation of an operation runs, and with which sizes: data, by architecture and bucket.
+
+``tuned.json`` holds, per architecture and operation, lines of (largest size, implementation,
+options), ascending; what it does not name runs as Triton with the table beside the kernel. The file
+is written by ``decant.kernels.autotune`` on a GPU, from results that were right there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+PATH = Path(__file__).parent / "tuned.json"
+IMPLEMENTATIONS = ("triton", "cuda")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """implementation: one of IMPLEMENTATIONS; options: constants that it is built with."""
+
+    implementation: str
+    options: Mapping[str, int]
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.implementation == "cuda"
+
+
+TRITON = Choice("triton", {})
+Lines = tuple[tuple[int, Choice], ...]
+_overridden: dict[tuple[str, str], Lines] = {}
+
+
+def parse(text: str) -> dict[tuple[str, str], Lines]:
+    """The file's content. Raises ValueError for anything that is no table."""
+    out: dict[tuple[str, str], Lines] = {}
+    for arch, operations in json.loads(text).items():
+        for op, lines in operations.items():
+            last = -1
+            found = []
+            for bound, implementation, options in lines:
+                if implementation not in IMPLEMENTATIONS or not last < bound:
+                    raise ValueError(f"{arch} {op}: {bound}, {implementation} is no line")
+                if not all(isinstance(v, int) for v in options.values()):
+                    raise ValueError(f"{arch} {op}: options are integers")
+                found.append((int(bound), Choice(implementation, dict(options))))
+                last = bound
+            out[arch, op] = tuple(found)
+    return out
+
+
+@functools.cache
+def _table() -> dict[tuple[str, str], Lines]:
+    return parse(PATH.read_text())
+
+
+def choice(arch: str, op: str, size: int) -> Choice:
+    """What runs ``op`` for this size on this architecture."""
+    lines = _overridden.get((arch, op))
+    if lines is None:
+        lines = _table().get((arch, op), ())
+    for bound, found in lines:
+        if size <= bound:
+            return found
+    return TRITON
+
+
+@contextlib.contextmanager
+def overridden(
+    arch: str, op: str, implementation: str, options: Mapping[str, int] | None = None
+) -> Iterator[None]:
+    """One implementation for every size, for the length of a test or a measurement."""
+    before = _overridden.get((arch, op))
+    _overridden[arch, op] = ((1 << 62, Choice(implementation, dict(options or {}))),)
+    try:
+        yield
+    finally:
+        if before is None:
+            del _overridden[arch, op]
+        else:
+            _overridden[arch, op] = before
+
+
+def dump(table: Mapping[tuple[str, str], Sequence[tuple[int, Choice]]]) -> str:
+    """Text of a file that ``parse`` reads back."""
+    data: dict[str, dict[str, Any]] = {}
+    for (arch, op), lines in sorted(table.items()):
+        data.setdefault(arch, {})[op] = [
+            [bound, c.implementation, dict(c.options)] for bound, c in lines
+        ]
+    rows = []
+    for arch, operations in data.items():
+        body = []
+        for op, lines in operations.items():
+            inner = ",\n".join(f"   {json.dumps(line)}" for line in lines)
+            body.append(f'  "{op}": [\n{inner}\n  ]')
+        rows.append(f' "{arch}": {{\n' + ",\n".join(body) + "\n }")
+    return "{\n" + ",\n".join(rows) + "\n}\n"
