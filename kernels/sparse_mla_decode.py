@@ -15,14 +15,17 @@ Data sheet
 """
 
 import math
+from collections.abc import Mapping
 
 import torch
 import triton
 import triton.language as tl
 
-from decant.kernels.config import Config, lookup
+from decant.kernels import cuda
+from decant.kernels.config import SHARED_MEMORY_LIMIT, Config, lookup
 from decant.kernels.layout import DATA_BYTES, SCALE_BYTES, WINDOW, Part
 from decant.kernels.tiles import cast_like, mma, scale_keep
+from decant.kernels.tuned import choice
 
 SCALE = 1.0 / math.sqrt(512.0)
 WINDOW_ONLY, SELECTED, ALL = 0, 1, 2
@@ -291,6 +294,28 @@ def _attend_kernel(
             tl.store(counter + row * tl.num_programs(1) + head_block, 0)
 
 
+OPERATIONS = ("attention_window", "attention_selected", "attention_all")  # in tuned.json, by kind
+CUDA_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+CUDA_TILE, CUDA_HEADS = 32, 16
+
+
+def cuda_shared_bytes(ring: int) -> int:
+    """Shared memory of a block of ``csrc/attention.cu``."""
+    keys, raw = CUDA_TILE * (512 * 2 + 16), CUDA_TILE * (DATA_BYTES + SCALE_BYTES)
+    scores = 4 * CUDA_HEADS * 36 * 4
+    return keys + ring * raw + scores + CUDA_HEADS * 80 + 3 * CUDA_HEADS * 4
+
+
+def cuda_problem(options: Mapping[str, int], arch: str) -> str:
+    """Why the CUDA kernel cannot be built with these options; empty if it can."""
+    most = cuda.PORTABLE_CLUSTER if arch == "sm_120" else 16
+    if options["splits"] not in (1, 2, 4, 8, 16) or options["splits"] > most:
+        return f"{options['splits']} blocks are no cluster of {arch}"
+    if options["ring"] < 2 or cuda_shared_bytes(options["ring"]) > SHARED_MEMORY_LIMIT[arch]:
+        return f"a ring of {options['ring']} buffers"
+    return ""
+
+
 def workspace(
     rows: int, heads: int, kind: int, arch: str, device: torch.device | str
 ) -> tuple[torch.Tensor, ...]:
@@ -341,9 +366,29 @@ def sparse_mla_decode(
         raise ValueError("a layer that attends to all entries needs its ratio")
     if slot_stride % 16 or page_stride % 16 or window.offset % 16 or (part and part.offset % 16):
         raise ValueError("strides and offsets must be multiples of 16 bytes")
+    top_k = 0 if selected is None else selected.shape[1]
+    chosen = choice(arch, OPERATIONS[kind], rows)
+    if chosen.is_cuda:
+        if problem := cuda_problem(chosen.options, arch):
+            raise ValueError(f"tuned attention: {problem}")
+        splits, ring = chosen.options["splits"], chosen.options["ring"]
+        kernel = cuda.function(
+            "attention", "attend_kernel", arch,
+            KIND=kind, SPLITS=splits, RING=ring, Q_TYPE=CUDA_TYPES[q.dtype],
+            OUT=CUDA_TYPES[out.dtype],
+        )  # fmt: skip
+        cuda.launch(
+            kernel, (splits, rows, triton.cdiv(heads, CUDA_HEADS)), (256, 1, 1),
+            cuda_shared_bytes(ring),
+            q, slots, pages, slot_of_row, position_of_row, page_table, selected, selected_count,
+            sink, out, cuda.Int64(slot_stride), cuda.Int64(window.offset), cuda.Int64(page_stride),
+            cuda.Int64(part.offset if part else 0), cuda.Int64(page_table.stride(0)), heads,
+            window.rows, part.rows if part else 1, max(ratio, 1), top_k, SCALE * math.log2(math.e),
+            cluster=splits,
+        )  # fmt: skip
+        return out
     config = lookup(CONFIGS[arch, kind], rows)
     partial, partial_ml, counter = scratch
-    top_k = 0 if selected is None else selected.shape[1]
     _attend_kernel[(rows, triton.cdiv(heads, 16), config.splits)](
         q,
         slots,

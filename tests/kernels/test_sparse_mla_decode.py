@@ -2,10 +2,12 @@
 head counts.
 """
 
+import cuda_on_host
 import pytest
 import torch
 
 from decant.kernels import sparse_mla_decode as op
+from decant.kernels import tuned
 from decant.kernels.layout import CSA_RATIO, HCA_RATIO, page_layout, slot_layout
 from decant.kernels.rows import (
     dequantise_keys_ref,
@@ -66,6 +68,44 @@ class Pool:
 def test_attention_matches_float64(
     heads: int, kind: int, page_tokens: int, device: str, arch: str
 ) -> None:
+    check(heads, kind, page_tokens, device, arch)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kind", "page_tokens", "splits", "ring"),
+    [
+        (4, op.WINDOW_ONLY, 1024, 1, 2),
+        (18, op.SELECTED, 256, 4, 3),
+        (16, op.ALL, 1024, 2, 2),
+        pytest.param(16, op.SELECTED, 1024, 8, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_cuda_attention_matches_float64(
+    heads: int,
+    kind: int,
+    page_tokens: int,
+    splits: int,
+    ring: int,
+    device: str,
+    arch: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if device == "cpu":
+        cuda_on_host.use(monkeypatch)
+    options = {"splits": splits, "ring": ring}
+    with tuned.overridden(arch, op.OPERATIONS[kind], "cuda", options):
+        check(heads, kind, page_tokens, device, arch)
+
+
+def test_cuda_options_that_do_not_fit_are_named() -> None:
+    for arch in ("sm_90", "sm_120"):
+        assert op.cuda_problem({"splits": 8, "ring": 3}, arch) == ""
+        assert "cluster" in op.cuda_problem({"splits": 3, "ring": 3}, arch)
+    assert "cluster" in op.cuda_problem({"splits": 16, "ring": 3}, "sm_120")
+    assert "ring" in op.cuda_problem({"splits": 8, "ring": 4}, "sm_120")
+
+
+def check(heads: int, kind: int, page_tokens: int, device: str, arch: str) -> None:
     lengths = [1, 3, 130, 256, 700]
     pool = Pool(lengths, page_tokens)
     layer = 1 if kind == op.ALL else 0

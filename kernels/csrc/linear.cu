@@ -1,0 +1,167 @@
+// FP8 block-scaled linear for few tokens, and the grouped output projection: see
+// kernels/fp8_linear.py and kernels/wo_a.py for the arithmetic.
+//
+// A block takes 64 weight rows and KB scale blocks of 128 channels: all its weights are on their way
+// before it looks at the tokens. The SPLITS blocks of a cluster cover K and add up through each
+// other's shared memory, in rank order. Weight rows are the rows of the matrix instruction.
+//
+// Build with MODE (0: quantise x; 1: x holds e4m3 codes with factors; 2: x in fp16 after the inverse
+// rotation of every head's last 64 channels, one matrix per group of 8 heads), KB, SPLITS, TOKENS
+// (8, 16, 32, 64), IN, OUT.
+#include "device.cuh"
+
+constexpr int ROWS = 64, BLOCK = 128, SHARE = KB * BLOCK, THREADS = 256;
+constexpr int TOKEN_GROUPS = TOKENS >= 32 ? 2 : 1, K_GROUPS = 2 / TOKEN_GROUPS;
+constexpr int TILES = TOKENS / 8 / TOKEN_GROUPS;  // of 8 tokens a warp
+constexpr int W_STRIDE = SHARE + 64, X_STRIDE = SHARE * 2 + 16, RED_STRIDE = ROWS + 4;  // B, B, floats
+constexpr int X_AT = ROWS * W_STRIDE, FACTORS_AT = X_AT + TOKENS * X_STRIDE;
+constexpr int VALUES = 16 / Element<IN>::BYTES;
+static_assert(KB % K_GROUPS == 0, "shares of K");
+static_assert(K_GROUPS * TOKENS * RED_STRIDE * 4 <= FACTORS_AT, "sums take the place of the operands");
+
+// Eight values of x as floats, from token row `at`.
+DEVICE void load8(const u8* at, float* v) {
+  Element<IN>::unpack(load16(at), v);
+  if (VALUES == 4) Element<IN>::unpack(load16(at + 16), v + 4);
+}
+
+KERNEL(THREADS, 1)
+linear_kernel(const u8* x, const float* given_factors, const u8* weight, const u8* scale,
+              const float* rope, void* out, int tokens, i64 x_stride, int n, int k, int group_rows) {
+  SHARED_BYTES(shared);
+  let_next_start();
+  const int thread = thread_id(), warp = thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
+  const int split = block_x(), first_row = block_y() * ROWS, first_token = block_z() * TOKENS;
+  UNROLL for (int b = 0; b < KB; b++) {
+    UNROLL for (int i = 0; i < ROWS * BLOCK / 16 / THREADS; i++) {
+      const int c = i * THREADS + thread, row = c / (BLOCK / 16), at = b * BLOCK + c % (BLOCK / 16) * 16;
+      copy16_async(shared + row * W_STRIDE + at, weight + (i64)(first_row + row) * k + split * SHARE + at);
+    }
+    copies_commit();
+  }
+  const u8* scales = scale + (i64)(first_row / BLOCK) * (k / BLOCK) + split * KB;
+  await_previous();  // weights do not depend on it, tokens do
+
+  // Tokens as fp16: half a warp takes 128 channels of one token.
+  float* factors = (float*)(shared + FACTORS_AT);
+  const i64 column = (i64)split * SHARE + (MODE == 2 ? (i64)(first_row / group_rows) * k : 0);
+  for (int i = thread / 16; i < TOKENS * KB; i += THREADS / 16) {
+    const int token = i / KB, block = i % KB, at = thread % 16 * 8;
+    const bool live = first_token + token < tokens;
+    const i64 from = (i64)(first_token + token) * x_stride + column + block * BLOCK + at;
+    u32 halves[4] = {0, 0, 0, 0};
+    float factor = 0.0f;
+    if (MODE == 1) {
+      if (live) {
+        const Vec2 codes = *(const Vec2*)(x + from);
+        halves[0] = e4m3x2_to_f16x2((u16)codes.x), halves[1] = e4m3x2_to_f16x2((u16)(codes.x >> 16));
+        halves[2] = e4m3x2_to_f16x2((u16)codes.y), halves[3] = e4m3x2_to_f16x2((u16)(codes.y >> 16));
+        factor = given_factors[(i64)(split * KB + block) * tokens + first_token + token];
+      }
+    } else {
+      float v[8] = {0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
+      if (live) load8(x + from * Element<IN>::BYTES, v);
+      if (MODE == 0) {
+        float most = 0.0f;
+        UNROLL for (int j = 0; j < 8; j++) most = maximum(most, v[j] < 0.0f ? -v[j] : v[j]);
+        UNROLL for (int mask = 8; mask; mask /= 2) most = maximum(most, lane_xor(most, mask));
+        const u32 exponent = (as_bits(maximum(most, 1e-4f) * (1.0f / 448.0f)) + 0x7FFFFFu) >> 23;
+        const float inverse = as_float((254u - exponent) << 23);
+        factor = as_float(exponent << 23);
+        UNROLL for (int j = 0; j < 4; j++)
+          halves[j] = e4m3x2_to_f16x2(pack_e4m3x2(v[2 * j] * inverse, v[2 * j + 1] * inverse));
+      } else {
+        const int channel = ((int)column + block * BLOCK + at) % 512;
+        if (channel >= 448 && live) {
+          const float* angle = rope + (i64)(first_token + token) * 64 + (channel - 448) / 2;
+          UNROLL for (int j = 0; j < 4; j++) {
+            const float cos = angle[j], sin = angle[32 + j], even = v[2 * j], odd = v[2 * j + 1];
+            v[2 * j] = even * cos + odd * sin;
+            v[2 * j + 1] = odd * cos - even * sin;
+          }
+        }
+        factor = 1.0f;
+        UNROLL for (int j = 0; j < 4; j++) halves[j] = pack_f16x2(v[2 * j], v[2 * j + 1]);
+      }
+    }
+    *(Vec4*)(shared + X_AT + token * X_STRIDE + (block * BLOCK + at) * 2) = {halves[0], halves[1], halves[2], halves[3]};
+    if (thread % 16 == 0) factors[block * TOKENS + token] = factor;
+  }
+
+  const int row = warp % 4 * 16 + g, half = warp / 4;
+  const int token_base = TOKEN_GROUPS == 2 ? half * (TOKENS / 2) : 0;
+  float acc[TILES][4];
+  UNROLL for (int i = 0; i < TILES; i++) {
+    UNROLL for (int j = 0; j < 4; j++) acc[i][j] = 0.0f;
+  }
+  UNROLL for (int b = 0; b < KB; b++) {
+    if (b == 0) copies_wait<KB - 1>();
+    else if (b == 1) copies_wait<(KB > 1 ? KB - 2 : 0)>();
+    else if (b == 2) copies_wait<(KB > 2 ? KB - 3 : 0)>();
+    else copies_wait<0>();
+    if (b < 4) sync_block();
+    if (K_GROUPS == 2 && b % 2 != half) continue;
+    float product[TILES][4];
+    UNROLL for (int i = 0; i < TILES; i++) {
+      UNROLL for (int j = 0; j < 4; j++) product[i][j] = 0.0f;
+    }
+    UNROLL for (int part = 0; part < 2; part++) {  // 16 channels of a row a lane and part
+      const int at = b * BLOCK + part * 64 + t * 16;
+      const Vec4 wa = *(const Vec4*)(shared + row * W_STRIDE + at);
+      const Vec4 wb = *(const Vec4*)(shared + (row + 8) * W_STRIDE + at);
+      const u32 code_a[4] = {wa.x, wa.y, wa.z, wa.w}, code_b[4] = {wb.x, wb.y, wb.z, wb.w};
+      UNROLL for (int pair = 0; pair < 2; pair++) {
+        u32 a[2][4];
+        UNROLL for (int s = 0; s < 2; s++) {
+          const u32 ca = code_a[pair * 2 + s], cb = code_b[pair * 2 + s];
+          a[s][0] = e4m3x2_to_f16x2((u16)ca), a[s][1] = e4m3x2_to_f16x2((u16)cb);
+          a[s][2] = e4m3x2_to_f16x2((u16)(ca >> 16)), a[s][3] = e4m3x2_to_f16x2((u16)(cb >> 16));
+        }
+        UNROLL for (int i = 0; i < TILES; i++) {
+          const Vec4 v = *(const Vec4*)(shared + X_AT + (token_base + i * 8 + g) * X_STRIDE + (at + pair * 8) * 2);
+          mma_f16(product[i], a[0], v.x, v.y);
+          mma_f16(product[i], a[1], v.z, v.w);
+        }
+      }
+    }
+    const float w_factor = as_float((u32)scales[b] << 23);
+    UNROLL for (int i = 0; i < TILES; i++) {
+      const float* f = factors + b * TOKENS + token_base + i * 8 + t * 2;
+      const float f0 = f[0] * w_factor, f1 = f[1] * w_factor;
+      acc[i][0] += product[i][0] * f0, acc[i][1] += product[i][1] * f1;
+      acc[i][2] += product[i][2] * f0, acc[i][3] += product[i][3] * f1;
+    }
+  }
+  sync_block();
+  float* sums = (float*)shared;  // [share of K in the block][token][row]
+  UNROLL for (int i = 0; i < TILES; i++) {
+    UNROLL for (int j = 0; j < 4; j++) {
+      const int token = token_base + i * 8 + t * 2 + j % 2 + (K_GROUPS == 2 ? half * TOKENS : 0);
+      sums[token * RED_STRIDE + row + j / 2 * 8] = acc[i][j];
+    }
+  }
+  if (SPLITS > 1) sync_cluster();
+  else sync_block();
+  constexpr int QUADS = ROWS / 4;  // four rows a thread; the ranks share them
+  for (int i = thread * SPLITS + split; i < TOKENS * QUADS; i += THREADS * SPLITS) {
+    const int token = i / QUADS, at = i % QUADS * 4;
+    if (first_token + token >= tokens) continue;
+    float total[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    UNROLL for (int s = 0; s < SPLITS; s++) {
+      UNROLL for (int h = 0; h < K_GROUPS; h++) {
+        float v[4];
+        const float* from = sums + (h * TOKENS + token) * RED_STRIDE + at;
+        if (SPLITS > 1) {
+          peer_load4(from, s, v);
+        } else {
+          UNROLL for (int j = 0; j < 4; j++) v[j] = from[j];
+        }
+        UNROLL for (int j = 0; j < 4; j++) total[j] += v[j];
+      }
+    }
+    UNROLL for (int j = 0; j < 4; j++)
+      Element<OUT>::store(out, (i64)(first_token + token) * n + first_row + at + j, total[j]);
+  }
+  if (SPLITS > 1) sync_cluster();  // no block ends while another reads its memory
+}
+HOST_ENTRY(linear_kernel)
