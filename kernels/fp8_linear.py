@@ -14,12 +14,19 @@ Data sheet
   floor       decode: N * K bytes over the read rate
 """
 
+from collections.abc import Mapping
+
 import torch
 import triton
 import triton.language as tl
 
-from decant.kernels.config import Config, lookup
+from decant.kernels import cuda
+from decant.kernels.config import SHARED_MEMORY_LIMIT, Config, lookup
 from decant.kernels.tiles import cast_like, mma, power_of_two_scale, to_e4m3
+from decant.kernels.tuned import Choice, choice
+
+CUDA_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+CUDA_ROWS = 64  # weight rows of a block of csrc/linear.cu
 
 BLOCK = 128  # scale blocks of the checkpoint
 QUANTISE_ROWS = 32  # rows a program of the quantising launch takes
@@ -161,6 +168,24 @@ def _linear_kernel(
             tl.store(counter_pointer, 0)
 
 
+def quantise(x: torch.Tensor, codes: torch.Tensor, factors: torch.Tensor) -> None:
+    """x [T, K] bf16 or fp32 -> codes e4m3 [T, K] and factors fp32 [K / 128, T]. One launch."""
+    tokens, k = x.shape
+    if codes.shape != x.shape or factors.shape != (k // BLOCK, tokens):
+        raise ValueError(f"room for codes is {tuple(codes.shape)}, not {tuple(x.shape)}")
+    _quantise_kernel[(k // BLOCK, triton.cdiv(tokens, QUANTISE_ROWS))](
+        x,
+        codes,
+        factors,
+        tokens,
+        x.stride(0),
+        K=k,
+        BLOCK_T=QUANTISE_ROWS,
+        BLOCK_K=BLOCK,
+        num_warps=4,
+    )
+
+
 def splits_for(config: Config, n: int, k: int, arch: str) -> int:
     """Splits of K for a weight shape: enough programs for the full chip, at least two K blocks
     each.
@@ -184,6 +209,64 @@ def workspace(
     )
 
 
+def cuda_shared_bytes(kb: int, tokens: int) -> int:
+    """Shared memory of a block of ``csrc/linear.cu``."""
+    share = kb * BLOCK
+    return CUDA_ROWS * (share + 64) + tokens * (share * 2 + 16) + kb * tokens * 4
+
+
+def cuda_problem(options: Mapping[str, int], arch: str, n: int, k: int) -> str:
+    """Why the CUDA kernel does not take weights [n, k] with these options; empty if it does."""
+    kb, tokens = options["kb"], options["tokens"]
+    if tokens not in (8, 16, 32, 64) or (tokens < 32 and kb % 2):
+        return f"{kb} scale blocks and {tokens} tokens"
+    if k % (kb * BLOCK) or n % CUDA_ROWS:
+        return f"weights [{n}, {k}] in pieces of [{CUDA_ROWS}, {kb * BLOCK}]"
+    if k // (kb * BLOCK) > (cuda.PORTABLE_CLUSTER if arch == "sm_120" else 16):
+        return f"{k // (kb * BLOCK)} blocks are no cluster of {arch}"
+    if cuda_shared_bytes(kb, tokens) > SHARED_MEMORY_LIMIT[arch]:
+        return f"{cuda_shared_bytes(kb, tokens)} bytes of shared memory"
+    return ""
+
+
+def chosen_for(arch: str, op: str, tokens: int, n: int, k: int) -> Choice | None:
+    """The tuned CUDA kernel for weights [n, k], or None: Triton."""
+    found = choice(arch, f"{op}_{k}", tokens)
+    usable = found.is_cuda and not cuda_problem(found.options, arch, n, k)
+    return found if usable else None
+
+
+def cuda_linear(
+    chosen: Choice,
+    arch: str,
+    mode: int,
+    x: torch.Tensor,
+    factors: torch.Tensor | None,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    rope: torch.Tensor | None,
+    out: torch.Tensor,
+    tokens: int,
+    x_stride: int,
+    group_rows: int,
+) -> torch.Tensor:
+    """Launch ``csrc/linear.cu``; mode 0: quantise x, 1: x holds codes, 2: wo_a."""
+    n, k = weight.shape
+    kb, tile = chosen.options["kb"], chosen.options["tokens"]
+    splits = k // (kb * BLOCK)
+    kernel = cuda.function(
+        "linear", "linear_kernel", arch, MODE=mode, KB=kb, SPLITS=splits, TOKENS=tile,
+        IN=0 if mode == 1 else CUDA_TYPES[x.dtype], OUT=CUDA_TYPES[out.dtype],
+    )  # fmt: skip
+    cuda.launch(
+        kernel, (splits, n // CUDA_ROWS, -(-tokens // tile)), (256, 1, 1),
+        cuda_shared_bytes(kb, tile),
+        x, factors, weight, scale.view(torch.uint8), rope, out, tokens, cuda.Int64(x_stride), n, k,
+        group_rows, cluster=splits, overlap=True,
+    )  # fmt: skip
+    return out
+
+
 def fp8_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -193,13 +276,15 @@ def fp8_linear(
     arch: str,
     config: Config | None = None,
     quantised: tuple[torch.Tensor, torch.Tensor] | None = None,
+    factors: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """out [T, N] = x [T, K] W^T.
 
     x bf16 or fp32, last dimension contiguous; weight e4m3 [N, K]; scale uint8 (E8M0) [N / 128, K /
     128]; out bf16 or fp32. quantised (codes e4m3 [T, K], factors fp32 [K / 128, T]) is scratch for
     many rows: x is then quantised once in a launch of its own, not again by every tile of N; else
-    one launch. Raises ValueError for shapes that the blocks do not cover.
+    one launch. factors fp32 [K / 128, T]: x holds e4m3 codes already, that somebody else made by
+    the same rule. Raises ValueError for shapes that the blocks do not cover.
     """
     tokens, k = x.shape
     n = weight.shape[0]
@@ -211,27 +296,25 @@ def fp8_linear(
         raise ValueError(
             f"scale has shape {tuple(scale.shape)}, expected {(-(-n // BLOCK), k // BLOCK)}"
         )
+    if (factors is not None) != (x.dtype == torch.float8_e4m3fn):
+        raise ValueError("codes come with their factors, and nothing else does")
+    if factors is not None and (factors.shape != (k // BLOCK, tokens) or quantised is not None):
+        raise ValueError(f"factors must be [{k // BLOCK}, {tokens}]")
+    chosen = None if config else chosen_for(arch, "linear", tokens, n, k)
+    if chosen is not None:
+        mode = 0 if factors is None else 1
+        stride = x.stride(0)
+        return cuda_linear(
+            chosen, arch, mode, x, factors, weight, scale, None, out, tokens, stride, n
+        )
     config = config or lookup(CONFIGS[arch], tokens)
     splits = splits_for(config, n, k, arch)
     partial, counter = scratch if scratch is not None else (None, None)
     if splits > 1 and (partial is None or partial.numel() < splits * tokens * n):
         raise ValueError(f"scratch is too small for {splits} splits of {tokens} x {n}")
-    factors = None
     if quantised is not None:
         codes, factors = quantised
-        if codes.shape != x.shape or factors.shape != (k // BLOCK, tokens):
-            raise ValueError(f"room for codes is {tuple(codes.shape)}, not {tuple(x.shape)}")
-        _quantise_kernel[(k // BLOCK, triton.cdiv(tokens, QUANTISE_ROWS))](
-            x,
-            codes,
-            factors,
-            tokens,
-            x.stride(0),
-            K=k,
-            BLOCK_T=QUANTISE_ROWS,
-            BLOCK_K=BLOCK,
-            num_warps=4,
-        )
+        quantise(x, codes, factors)
         x = codes
     grid = (triton.cdiv(n, config.block_n), triton.cdiv(tokens, config.block_t), splits)
     _linear_kernel[grid](
@@ -247,7 +330,7 @@ def fp8_linear(
         N=n,
         K=k,
         SPLITS=splits,
-        QUANTISED=quantised is not None,
+        QUANTISED=factors is not None,
         BLOCK_N=config.block_n,
         BLOCK_T=config.block_t,
         BLOCK_K=BLOCK,

@@ -23,9 +23,11 @@ import torch
 import triton
 import triton.language as tl
 
+from decant.kernels import cuda
 from decant.kernels.config import Config, lookup
 from decant.kernels.layout import CSA_RATIO, INDEX_CHANNELS, INDEX_SCALE_BYTES, Part
 from decant.kernels.tiles import mma, power_of_two_scale, to_e4m3
+from decant.kernels.tuned import choice
 
 TOP_K = 512
 HEADS = 64
@@ -417,6 +419,11 @@ def index_logits(
     )
 
 
+def cuda_select_bytes(threads: int) -> int:
+    """Shared memory of a block of ``csrc/select.cu``: two histograms, a list, sums by warp."""
+    return 2 * 2048 * 4 + 2 * 1024 * 4 + 4 * (threads // 32) * 4 + 16 * 4
+
+
 def index_select(
     logits: torch.Tensor,
     plan: IndexPlan,
@@ -432,6 +439,17 @@ def index_select(
     best_value fp32 and best_entry int32 [slots, 512] are scratch (``chunk_slots``). Two launches.
     """
     rows = selected.shape[0]
+    chosen = choice(arch, "select", rows)
+    if chosen.is_cuda:
+        cluster, threads = chosen.options["cluster"], chosen.options["threads"]
+        kernel = cuda.function(
+            "select", "select_kernel", arch, TOP=TOP_K, CLUSTER=cluster, THREADS=threads
+        )
+        cuda.launch(
+            kernel, (cluster, rows, 1), (threads, 1, 1), cuda_select_bytes(threads),
+            logits, plan.entries, plan.row_start, selected, selected_count, cluster=cluster,
+        )  # fmt: skip
+        return
     config = lookup(SELECT[arch], rows)
     _chunk_kernel[(config.splits,)](
         logits,

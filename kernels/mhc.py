@@ -16,12 +16,17 @@ Data sheet
   floor    decode: fn's 1.57 MB; prefill: 9 D bf16 values read and 5 D written a token
 """
 
+from collections.abc import Mapping
+
 import torch
 import triton
 import triton.language as tl
 
-from decant.kernels.config import Config, lookup
+from decant.kernels import cuda
+from decant.kernels.config import SHARED_MEMORY_LIMIT, Config, lookup
+from decant.kernels.fp8_linear import quantise
 from decant.kernels.tiles import cast_like, keep_layout, mma, to_bf16
+from decant.kernels.tuned import choice
 
 EPS = 1e-6
 STREAMS = 4
@@ -232,6 +237,50 @@ def _collapse_kernel(
         tl.store(out16 + token * D + d, to_bf16(normed).to(tl.float32).to(tl.float16))
 
 
+def cuda_shared_bytes(options: Mapping[str, int], width: int, dots: int) -> int:
+    """Shared memory of a block of ``csrc/mhc.cu``."""
+    channels, tokens = width // options["cluster"], options["tokens"]
+    fn = dots * STREAMS * channels * 4 if options["fn_shared"] else 0
+    kept = tokens * channels * (STREAMS * 2 + 4)
+    return fn + kept + 2 * tokens * SLOTS * 4 + tokens * 4 + 16 + 8 * tokens * 4
+
+
+def cuda_problem(options: Mapping[str, int], arch: str, width: int) -> str:
+    """Why the CUDA kernel cannot be built for this width; empty if it can."""
+    cluster, tokens = options["cluster"], options["tokens"]
+    if cluster > (cuda.PORTABLE_CLUSTER if arch == "sm_120" else 16) or width % (cluster * 128):
+        return f"{width} channels over a cluster of {cluster}"
+    if not 1 <= tokens <= 16:
+        return f"{tokens} tokens a cluster"
+    if cuda_shared_bytes(options, width, MIX) > SHARED_MEMORY_LIMIT[arch]:
+        return f"{cuda_shared_bytes(options, width, MIX)} bytes of shared memory"
+    return ""
+
+
+def _cuda_boundary(
+    options: Mapping[str, int],
+    arch: str,
+    tensors: tuple[torch.Tensor | None, ...],
+    y: torch.Tensor | None,
+    tokens: int,
+    width: int,
+    dots: int,
+) -> None:
+    out16, codes = tensors[10], tensors[11]
+    kernel = cuda.function(
+        "mhc", "boundary_kernel", arch, D=width, CLUSTER=options["cluster"],
+        TOKENS=options["tokens"], DOTS=dots, COMBINE=y is not None,
+        Y_TYPE=1 if y is not None and y.dtype == torch.bfloat16 else 0,
+        FN_SHARED=options["fn_shared"], WITH_FP16=out16 is not None, WITH_CODES=codes is not None,
+    )  # fmt: skip
+    clusters = triton.cdiv(tokens, options["tokens"])
+    cuda.launch(
+        kernel, (clusters * options["cluster"], 1, 1), (256, 1, 1),
+        cuda_shared_bytes(options, width, dots), *tensors, tokens,
+        cluster=options["cluster"], overlap=True,
+    )  # fmt: skip
+
+
 def workspace(max_tokens: int, arch: str, device: torch.device | str) -> torch.Tensor:
     """Scratch fp32 [splits, T, 32] for up to max_tokens tokens (any smaller batch uses its
     beginning).
@@ -255,6 +304,7 @@ def mhc_boundary(
     arch: str,
     out16: torch.Tensor | None = None,
     config: Config | None = None,
+    codes: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """One boundary for T tokens.
 
@@ -262,11 +312,19 @@ def mhc_boundary(
     unchanged); post fp32 [T, 4] and comb fp32 [T, 4, 4] hold the previous site's values and
     receive the next site's. fn fp32 [24, 4 D] (or [4, 4 D] with scale [1]: the head's collapse),
     norm bf16 [D]. streams bf16 [T, 4, D] receives X' (may be x: each element is read before it is
-    written by the same program). out bf16 [T, D]; out16, if given, the same values in fp16.
+    written by the same program). out bf16 [T, D]; out16, if given, the same values in fp16. codes (e4m3 [T, D], factors fp32
+    [D / 128, T]), if given: the same values by the linears' rule (``fp8_linear``, argument
+    ``factors``); one launch more unless the tuned kernel makes them.
     """
     tokens, streams_n, width = x.shape
     if streams_n != STREAMS or fn.shape[0] not in (MIX, STREAMS) or fn.shape[1] != STREAMS * width:
         raise ValueError(f"streams {tuple(x.shape)} and fn {tuple(fn.shape)} do not fit")
+    chosen = choice(arch, "mhc", tokens)
+    if config is None and chosen.is_cuda and not cuda_problem(chosen.options, arch, width):
+        pair = codes or (None, None)
+        tensors = (x, y, post, comb, fn, base, scale, norm, streams, out, out16, *pair)
+        _cuda_boundary(chosen.options, arch, tensors, y, tokens, width, fn.shape[0])
+        return out
     config = config or lookup(CONFIGS[arch], tokens)
     splits = min(config.splits, width // config.block_k)
     if width % (splits * config.block_k):
@@ -309,4 +367,6 @@ def mhc_boundary(
         EPS=EPS,
         num_warps=8,
     )
+    if codes is not None:
+        quantise(out, *codes)
     return out

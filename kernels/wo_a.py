@@ -18,7 +18,13 @@ import triton
 import triton.language as tl
 
 from decant.kernels.config import Config, lookup
-from decant.kernels.fp8_linear import BLOCK, dequantise_weight_ref, splits_for
+from decant.kernels.fp8_linear import (
+    BLOCK,
+    chosen_for,
+    cuda_linear,
+    dequantise_weight_ref,
+    splits_for,
+)
 from decant.kernels.kv_store import rotate_last_64, rotate_ref
 from decant.kernels.tiles import cast_like, mma
 
@@ -157,8 +163,14 @@ def wo_a(
         raise ValueError(f"o {tuple(o.shape)} and weight {tuple(weight.shape)} do not fit")
     if not o.is_contiguous() or scale.shape != (n // BLOCK, k // BLOCK):
         raise ValueError("o must be contiguous and scales must cover blocks of 128 x 128")
-    config = config or lookup(CONFIGS[arch], tokens)
     rank = n // groups
+    chosen = None if config or rank % 64 else chosen_for(arch, "wo_a", tokens, n, k)
+    if chosen is not None:
+        width_all = heads * width
+        return cuda_linear(
+            chosen, arch, 2, o, None, weight, scale, rope, out, tokens, width_all, rank
+        )
+    config = config or lookup(CONFIGS[arch], tokens)
     if rank % config.block_n:
         raise ValueError(f"group rank {rank} is not a multiple of {config.block_n}")
     splits = splits_for(config, n, k, arch)

@@ -38,6 +38,10 @@ DEVICE int block_size() { return blockDim.x; }
 
 DEVICE void sync_block() { __syncthreads(); }
 DEVICE void sync_warp() { __syncwarp(); }
+// A barrier of some whole warps of the block; barrier 0 is sync_block's.
+DEVICE void sync_some(int barrier, int threads) {
+  asm volatile("bar.sync %0,%1;" :: "r"(barrier), "r"(threads) : "memory");
+}
 
 // -- memory ---------------------------------------------------------------------------------------
 
@@ -113,8 +117,12 @@ DEVICE int cluster_rank() {
   asm volatile("mov.u32 %0,%cluster_ctarank;" : "=r"(r));
   return (int)r;
 }
+// Arrived: what this thread wrote may be read by those that have waited.
+DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.aligned;" ::: "memory"); }
+DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
 DEVICE void sync_cluster() {
-  asm volatile("barrier.cluster.arrive.aligned;\n\tbarrier.cluster.wait.aligned;" ::: "memory");
+  cluster_arrive();
+  cluster_wait();
 }
 // Four floats of the shared memory of another block of the cluster, at the place of `p` here.
 DEVICE void peer_load4(const float* p, int rank, float* v) {

@@ -25,7 +25,7 @@ DEVICE void load8(const u8* at, float* v) {
   if (VALUES == 4) Element<IN>::unpack(load16(at + 16), v + 4);
 }
 
-KERNEL(THREADS, 1)
+KERNEL(THREADS, 2)
 linear_kernel(const u8* x, const float* given_factors, const u8* weight, const u8* scale,
               const float* rope, void* out, int tokens, i64 x_stride, int n, int k, int group_rows) {
   SHARED_BYTES(shared);

@@ -2,10 +2,12 @@
 
 from dataclasses import replace
 
+import cuda_on_host
 import pytest
 import torch
 
 from decant.kernels import indexer as op
+from decant.kernels import tuned
 from decant.kernels.layout import CSA_RATIO, page_layout
 from decant.kernels.rows import poison, write_rows
 
@@ -98,6 +100,23 @@ def test_logits(page_tokens: int, device: str, arch: str) -> None:
 
 @pytest.mark.parametrize("case", ["random", "ties", "all_equal", "infinite"])
 def test_top_512(case: str, device: str, arch: str) -> None:
+    check_top_512(case, device, arch)
+
+
+@pytest.mark.parametrize(
+    ("case", "cluster"),
+    [("random", 1), ("ties", 4), ("all_equal", 2), ("infinite", 1), ("wide", 2)],
+)
+def test_cuda_top_512(
+    case: str, cluster: int, device: str, arch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if device == "cpu":
+        cuda_on_host.use(monkeypatch)
+    with tuned.overridden(arch, "select", "cuda", {"cluster": cluster, "threads": 128}):
+        check_top_512(case, device, arch)
+
+
+def check_top_512(case: str, device: str, arch: str) -> None:
     positions = [3, 2047, 2051, 4095, 4 * 1025 + 3, 4 * 9 * 1024 - 1, -1]
     entries = [(p + 1) // CSA_RATIO for p in positions]
     plan = make_plan(positions, arch, device)
@@ -110,6 +129,8 @@ def test_top_512(case: str, device: str, arch: str) -> None:
             values[::3] = -0.0
         elif case == "all_equal":
             values.fill_(-1.5)
+        elif case == "wide":  # a few values far above make one bin of all the others
+            values[::97] += 1e7
         elif case == "infinite":
             values[::2] = float("-inf")
         rows.append(values)
