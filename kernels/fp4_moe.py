@@ -23,10 +23,9 @@ import torch
 import triton
 import triton.language as tl
 
-from decant.kernels import fp4_moe_cuda
+from decant.kernels import fp4_moe_cuda, tuned
 from decant.kernels.config import Config, lookup
 from decant.kernels.tiles import cast_like, fp4_tile, mma
-from decant.kernels.tuned import choice
 
 SWIGLU_LIMIT = 10.0
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -313,7 +312,7 @@ def max_tiles(num_pairs: int, num_experts: int, block_t: int) -> int:
 
 def block_tokens(num_pairs: int, arch: str) -> int:
     """Tokens per tile that the configuration table wants for this many (token, expert) pairs."""
-    chosen = choice(arch, "moe", num_pairs)
+    chosen = tuned.choice(arch, "moe", num_pairs)
     if chosen.is_cuda:
         return chosen.options["tokens"]
     return lookup(CONFIGS[arch, "gate_up"], num_pairs).block_t
@@ -356,7 +355,7 @@ def fp4_moe(
     if n2 != width or k2 * 2 != n13 or x.shape != (tokens, width):
         raise ValueError(f"expert shapes {w13.shape} and {w2.shape} do not fit x {tuple(x.shape)}")
     num_pairs = tokens * top_k
-    chosen = choice(arch, "moe", num_pairs)
+    chosen = tuned.choice(arch, "moe", num_pairs)
     if chosen.is_cuda:
         if problem := fp4_moe_cuda.problem(chosen.options, arch, n13, width, k2, w13.group):
             raise ValueError(f"the tuned experts do not take these shapes: {problem}")

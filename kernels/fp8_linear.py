@@ -20,10 +20,10 @@ import torch
 import triton
 import triton.language as tl
 
-from decant.kernels import cuda
+from decant.kernels import cuda, tuned
 from decant.kernels.config import SHARED_MEMORY_LIMIT, Config, lookup
 from decant.kernels.tiles import cast_like, mma, power_of_two_scale, to_e4m3
-from decant.kernels.tuned import Choice, choice
+from decant.kernels.tuned import Choice
 
 CUDA_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 CUDA_ROWS = 64  # weight rows of a block of csrc/linear.cu
@@ -231,7 +231,7 @@ def cuda_problem(options: Mapping[str, int], arch: str, n: int, k: int) -> str:
 
 def chosen_for(arch: str, op: str, tokens: int, n: int, k: int) -> Choice | None:
     """The tuned CUDA kernel for weights [n, k], or None: Triton."""
-    found = choice(arch, f"{op}_{k}", tokens)
+    found = tuned.choice(arch, f"{op}_{k}", tokens)
     usable = found.is_cuda and not cuda_problem(found.options, arch, n, k)
     return found if usable else None
 

@@ -23,11 +23,10 @@ import torch
 import triton
 import triton.language as tl
 
-from decant.kernels import cuda
+from decant.kernels import cuda, tuned
 from decant.kernels.config import Config, lookup
 from decant.kernels.layout import CSA_RATIO, INDEX_CHANNELS, INDEX_SCALE_BYTES, Part
 from decant.kernels.tiles import mma, power_of_two_scale, to_e4m3
-from decant.kernels.tuned import choice
 
 TOP_K = 512
 HEADS = 64
@@ -439,7 +438,7 @@ def index_select(
     best_value fp32 and best_entry int32 [slots, 512] are scratch (``chunk_slots``). Two launches.
     """
     rows = selected.shape[0]
-    chosen = choice(arch, "select", rows)
+    chosen = tuned.choice(arch, "select", rows)
     if chosen.is_cuda:
         cluster, threads = chosen.options["cluster"], chosen.options["threads"]
         kernel = cuda.function(

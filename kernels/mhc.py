@@ -22,11 +22,10 @@ import torch
 import triton
 import triton.language as tl
 
-from decant.kernels import cuda
+from decant.kernels import cuda, tuned
 from decant.kernels.config import SHARED_MEMORY_LIMIT, Config, lookup
 from decant.kernels.fp8_linear import quantise
 from decant.kernels.tiles import cast_like, keep_layout, mma, to_bf16
-from decant.kernels.tuned import choice
 
 EPS = 1e-6
 STREAMS = 4
@@ -312,14 +311,14 @@ def mhc_boundary(
     unchanged); post fp32 [T, 4] and comb fp32 [T, 4, 4] hold the previous site's values and
     receive the next site's. fn fp32 [24, 4 D] (or [4, 4 D] with scale [1]: the head's collapse),
     norm bf16 [D]. streams bf16 [T, 4, D] receives X' (may be x: each element is read before it is
-    written by the same program). out bf16 [T, D]; out16, if given, the same values in fp16. codes (e4m3 [T, D], factors fp32
-    [D / 128, T]), if given: the same values by the linears' rule (``fp8_linear``, argument
-    ``factors``); one launch more unless the tuned kernel makes them.
+    written by the same program). out bf16 [T, D]; out16, if given, the same values in fp16. codes
+    (e4m3 [T, D], factors fp32 [D / 128, T]), if given: the same values by the linears' rule
+    (``fp8_linear``, argument ``factors``); one launch more unless the tuned kernel makes them.
     """
     tokens, streams_n, width = x.shape
     if streams_n != STREAMS or fn.shape[0] not in (MIX, STREAMS) or fn.shape[1] != STREAMS * width:
         raise ValueError(f"streams {tuple(x.shape)} and fn {tuple(fn.shape)} do not fit")
-    chosen = choice(arch, "mhc", tokens)
+    chosen = tuned.choice(arch, "mhc", tokens)
     if config is None and chosen.is_cuda and not cuda_problem(chosen.options, arch, width):
         pair = codes or (None, None)
         tensors = (x, y, post, comb, fn, base, scale, norm, streams, out, out16, *pair)

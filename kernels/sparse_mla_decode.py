@@ -21,11 +21,10 @@ import torch
 import triton
 import triton.language as tl
 
-from decant.kernels import cuda
+from decant.kernels import cuda, tuned
 from decant.kernels.config import SHARED_MEMORY_LIMIT, Config, lookup
 from decant.kernels.layout import DATA_BYTES, SCALE_BYTES, WINDOW, Part
 from decant.kernels.tiles import cast_like, mma, scale_keep
-from decant.kernels.tuned import choice
 
 SCALE = 1.0 / math.sqrt(512.0)
 WINDOW_ONLY, SELECTED, ALL = 0, 1, 2
@@ -367,7 +366,7 @@ def sparse_mla_decode(
     if slot_stride % 16 or page_stride % 16 or window.offset % 16 or (part and part.offset % 16):
         raise ValueError("strides and offsets must be multiples of 16 bytes")
     top_k = 0 if selected is None else selected.shape[1]
-    chosen = choice(arch, OPERATIONS[kind], rows)
+    chosen = tuned.choice(arch, OPERATIONS[kind], rows)
     if chosen.is_cuda:
         if problem := cuda_problem(chosen.options, arch):
             raise ValueError(f"tuned attention: {problem}")

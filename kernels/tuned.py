@@ -1,4 +1,4 @@
-"""Which implementation of an operation runs, and with which sizes: data, by architecture and bucket.
+"""Which implementation of an operation runs, with which sizes: data, by architecture and bucket.
 
 ``tuned.json`` holds, per architecture and operation, lines of (largest size, implementation,
 options), ascending; what it does not name runs as Triton with the table beside the kernel. The file

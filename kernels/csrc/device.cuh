@@ -77,6 +77,8 @@ DEVICE int load_relaxed_system(const int* p) {
 DEVICE void store_release_system(int* p, int v) {
   asm volatile("st.release.sys.global.s32 [%0],%1;" :: "l"(p), "r"(v) : "memory");
 }
+DEVICE int load_volatile(const int* p) { return *(const volatile int*)p; }
+DEVICE float load_volatile(const float* p) { return *(const volatile float*)p; }
 DEVICE void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 DEVICE void fence_device() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 DEVICE int add_acq_rel(int* p, int v) {
@@ -147,6 +149,9 @@ DEVICE int lane_xor(int v, int mask) { return __shfl_xor_sync(0xFFFFFFFFu, v, ma
 DEVICE int lane_up(int v, int by) { return __shfl_up_sync(0xFFFFFFFFu, v, by); }
 DEVICE int lane_of(int v, int lane) { return __shfl_sync(0xFFFFFFFFu, v, lane); }
 DEVICE u32 lane_vote(bool v) { return __ballot_sync(0xFFFFFFFFu, v); }
+DEVICE u32 lanes_with(int v) { return __match_any_sync(0xFFFFFFFFu, v); }
+DEVICE u32 lane_max(u32 v) { return __reduce_max_sync(0xFFFFFFFFu, v); }
+DEVICE u32 lane_min(u32 v) { return __reduce_min_sync(0xFFFFFFFFu, v); }
 DEVICE int count_bits(u32 v) { return __popc(v); }
 
 // -- numbers --------------------------------------------------------------------------------------
@@ -159,7 +164,8 @@ DEVICE float exp2_fast(float x) {
   return y;
 }
 DEVICE float exp_(float x) { return __expf(x); }
-DEVICE float log_(float x) { return __logf(x); }
+DEVICE float log_(float x) { return logf(x); }
+DEVICE float sqrt_(float x) { return sqrtf(x); }
 DEVICE float rsqrt_(float x) { return rsqrtf(x); }
 DEVICE float infinity() { return __int_as_float(0x7F800000); }
 DEVICE float nan_() { return __int_as_float(0x7FFFFFFF); }
@@ -205,6 +211,12 @@ DEVICE u32 permute_bytes(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, 
 DEVICE void mma_f16(float* d, const u32* a, u32 b0, u32 b1) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+DEVICE void mma_bf16(float* d, const u32* a, u32 b0, u32 b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }

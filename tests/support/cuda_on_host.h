@@ -271,6 +271,8 @@ inline int load_acquire_system(const int* p) {
 }
 inline int load_relaxed_system(const int* p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
 inline void store_release_system(int* p, int v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
+inline int load_volatile(const int* p) { return *(const volatile int*)p; }
+inline float load_volatile(const float* p) { return *(const volatile float*)p; }
 inline void fence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline void fence_device() {}
 inline int add_acq_rel(int* p, int v) { return __atomic_fetch_add(p, v, __ATOMIC_ACQ_REL); }
@@ -360,6 +362,21 @@ inline u32 lane_vote(bool v) {
     return bits;
   });
 }
+inline u32 lanes_with(int v) {
+  return emulation::collective(v, [=](auto get) {
+    u32 bits = 0;
+    for (int i = 0; i < 32; i++) bits |= (u32)(get(i) == v) << i;
+    return bits;
+  });
+}
+inline u32 lane_max(u32 v) {
+  return emulation::collective(v, [=](auto get) {
+    u32 most = v;
+    for (int i = 0; i < 32; i++) most = get(i) > most ? get(i) : most;
+    return most;
+  });
+}
+inline u32 lane_min(u32 v) { return ~lane_max(~v); }
 inline int count_bits(u32 v) { return __builtin_popcount(v); }
 
 inline float as_float(u32 v) {
@@ -375,6 +392,7 @@ inline u32 as_bits(float f) {
 inline float exp2_fast(float x) { return exp2f(x); }
 inline float exp_(float x) { return expf(x); }
 inline float log_(float x) { return logf(x); }
+inline float sqrt_(float x) { return sqrtf(x); }
 inline float rsqrt_(float x) { return 1.0f / sqrtf(x); }
 inline float infinity() { return INFINITY; }
 inline float nan_() { return as_float(0x7FFFFFFF); }
@@ -405,14 +423,15 @@ inline u32 permute_bytes(u32 a, u32 b, u32 selector) {
   return d;
 }
 
-inline void mma_f16(float* d, const u32* a, u32 b0, u32 b1) {
+template <class Convert>
+inline void multiply_fragments(float* d, const u32* a, u32 b0, u32 b1, Convert convert) {
   struct Fragments {
     u32 a[4], b[2];
   };
   const Fragments mine = {{a[0], a[1], a[2], a[3]}, {b0, b1}};
   emulation::collective(mine, [=](auto get) {
     const int lane = emulation::current->lane, row = lane / 4, column = 2 * (lane % 4);
-    auto half = [](u32 v, int i) { return f16_to_float((u16)(v >> (16 * i))); };
+    auto half = [=](u32 v, int i) { return convert((u16)(v >> (16 * i))); };
     for (int i = 0; i < 4; i++) {
       double sum = 0;
       for (int k = 0; k < 16; k++) {
@@ -425,6 +444,12 @@ inline void mma_f16(float* d, const u32* a, u32 b0, u32 b1) {
     }
     return 0;
   });
+}
+inline void mma_f16(float* d, const u32* a, u32 b0, u32 b1) {
+  multiply_fragments(d, a, b0, b1, [](u16 v) { return f16_to_float(v); });
+}
+inline void mma_bf16(float* d, const u32* a, u32 b0, u32 b1) {
+  multiply_fragments(d, a, b0, b1, [](u16 v) { return as_float((u32)v << 16); });
 }
 inline void read_matrices(u32* r, const void* row, bool transposed) {
   if ((uintptr_t)row & 15) abort();
