@@ -12,12 +12,13 @@ import numpy as np
 import torch
 
 from decant.engine.group import unlock
-from decant.engine.interface import F32, PrefillChunk, StepPlan, StepResult
+from decant.engine.interface import F32, PrefillChunk, Scores, StepPlan, StepResult
 from decant.engine.kv_layout import KVLayout
 from decant.engine.plan_check import PlanLimits
 from decant.engine.pool import Pool
 from decant.engine.reference.model import Model
 from decant.engine.reference.rows import RowPlanner
+from decant.engine.scoring import score_chunk
 from decant.protocol.errors import HandoffError
 from decant.protocol.messages import PoolHandle
 
@@ -112,6 +113,7 @@ class CpuEngine:
         chosen: list[int] = []
         last: list[int] = []
         slots: list[int] = []
+        scores: Scores | None = None
         if plan.decode:
             size = rows.segments[0].size
             for i, s in enumerate(plan.decode):
@@ -120,7 +122,11 @@ class CpuEngine:
                 slots.append(s.slot)
         if plan.chunk is not None:
             begin, count = rows.chunk_rows
-            self._write_mtp_keys(plan.chunk, streams[begin : begin + count])
+            own = streams[begin : begin + count]
+            self._write_mtp_keys(plan.chunk, own)
+            scores = score_chunk(
+                plan.chunk, lambda first, end: self.model.logits(own[first:end]).numpy()
+            )
             last.append(begin + count - 1)
             slots.append(plan.chunk.slot)
         index = torch.tensor(slots) * self._streams_stride
@@ -131,7 +137,7 @@ class CpuEngine:
             logits = self.model.logits(out)
         else:
             out, logits = streams[:0], torch.zeros(0, shape.vocab_size)
-        return StepResult(logits.numpy(), out.numpy(), time.monotonic_ns() - began)
+        return StepResult(logits.numpy(), out.numpy(), time.monotonic_ns() - began, scores)
 
     def _write_mtp_keys(self, chunk: PrefillChunk, streams: torch.Tensor) -> None:
         """MTP window keys of positions start - 1 .. end - 2; that of end - 1 waits for its token.

@@ -123,8 +123,7 @@ def execute_prefill(
             is_same = is_same and checksum == hit.open_checksum
         if not is_same:
             return PrefillOutput([], is_corrupt=True)
-    if plan.step.chunk is not None:
-        engine.step(plan.step)
+    scores = engine.step(plan.step).scores if plan.step.chunk is not None else None
     checksums = [engine.page_checksum(page, num_tokens) for page, num_tokens in plan.publish]
     if hit and tuple(checksums[: len(hit.checksums)]) != hit.checksums:
         return PrefillOutput([], is_corrupt=True)
@@ -139,7 +138,7 @@ def execute_prefill(
                 if plan.is_last
                 else engine.page_checksum(plan.open_page, plan.end % engine.page_tokens)
             )
-    return PrefillOutput(checksums, slot_checksum, open_checksum)
+    return PrefillOutput(checksums, slot_checksum, open_checksum, scores=scores)
 
 
 def execute_pull(engine: Engine, pull: Pull) -> None:

@@ -53,8 +53,8 @@ class PrefillChunk:
     start - 1 .. end - 1 (the streams of
     start - 1 are in the slot); that of the last prompt position waits for the first drawn token
     (Propose).
-    ``next_token`` is the token after the chunk where it is known (-1 otherwise); it is not needed
-    for correctness.
+    ``next_token`` is the token after the chunk where it is known (-1 otherwise); it is needed for
+    scores only. ``num_top``: at least 0 asks for ``Scores`` with so many alternatives.
     """
 
     slot: int
@@ -62,6 +62,19 @@ class PrefillChunk:
     token_ids: I32
     block_table: tuple[int, ...]
     next_token: int = -1
+    num_top: int = -1
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How likely the model held the tokens after a chunk's positions: n of them, the chunk's own
+    from the second on, and ``next_token`` if it is known.
+    """
+
+    logprobs: F32  # [n]
+    ranks: I32  # [n], 1 = the likeliest
+    top_ids: I32  # [n, num_top], the likeliest first
+    top_logprobs: F32  # [n, num_top]
 
 
 @dataclass(frozen=True)
@@ -82,6 +95,7 @@ class StepResult:
     logits: F32  # [num_rows, vocab_size]
     streams: F32  # [num_rows, hc_mult, hidden_size]: trunk streams after the last layer, for MTP
     elapsed_ns: int = 0
+    scores: Scores | None = None  # of the chunk, if it asks for them; None: cannot do that
 
 
 @dataclass(frozen=True)

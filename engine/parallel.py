@@ -72,7 +72,8 @@ def _plan(value: dict[str, Any]) -> StepPlan:
     chunk = None
     if c is not None:
         ids = _array(c["token_ids"])
-        chunk = PrefillChunk(c["slot"], c["start"], ids, tuple(c["block_table"]), c["next_token"])
+        table = tuple(c["block_table"])
+        chunk = PrefillChunk(c["slot"], c["start"], ids, table, c["next_token"], c["num_top"])
     return StepPlan(value["step"], rows, chunk)
 
 

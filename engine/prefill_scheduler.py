@@ -18,11 +18,20 @@ import numpy as np
 
 from decant.engine.handoff import Key, Offer, OfferState
 from decant.engine.host_tier import HostTier, Move
-from decant.engine.interface import PrefillChunk, StepPlan
+from decant.engine.interface import PrefillChunk, Scores, StepPlan
 from decant.engine.kv_pages import Books, State, pages_for
 from decant.engine.prefix_cache import Entry, PrefixCache
-from decant.protocol.errors import ContextTooLong, DeadlineExceeded
-from decant.protocol.messages import Cancel, Cancelled, KVRelease, Lost, Message, Prefill, Prefilled
+from decant.protocol.errors import ContextTooLong, DeadlineExceeded, NotServed
+from decant.protocol.messages import (
+    Cancel,
+    Cancelled,
+    KVRelease,
+    Lost,
+    Message,
+    Prefill,
+    Prefilled,
+    PromptLogprobs,
+)
 
 
 @dataclass(frozen=True)
@@ -42,6 +51,7 @@ class ToRouter:
     """Send to the router."""
 
     message: Message
+    blobs: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -116,6 +126,7 @@ class PrefillOutput:
     open_checksum: int = 0  # of the snapshot's open page
     is_corrupt: bool = False  # plan.hit is not what it was: nothing of this step counts
     is_missing: bool = False  # plan.hit did not come back from the tier: as if it were corrupt
+    scores: Scores | None = None  # of the chunk's tokens, if the request wants them
 
 
 class PrefillScheduler:
@@ -312,8 +323,9 @@ class PrefillScheduler:
         hit: Entry | None = None
         if self.cache is not None:
             lane.digests = lane.digests or self.cache.digests(lane.ids, lane.message.cache_salt)
-            hit = self.cache.lookup(lane.digests, lane.ids)
-            hit = self.cache.restore(lane.digests, lane.ids, hit) or hit
+            if lane.message.prompt_logprobs < 0:  # scores come only from what is computed
+                hit = self.cache.lookup(lane.digests, lane.ids)
+                hit = self.cache.restore(lane.digests, lane.ids, hit) or hit
         shared = list(hit.pages[: hit.num_tokens // page_tokens]) if hit else []
         pages.share(lane.key, shared)
         num = pages_for(len(lane.ids), page_tokens) - len(shared)
@@ -361,6 +373,7 @@ class PrefillScheduler:
                 np.array(lane.ids[start:end], np.int32),
                 tuple(lane.pages[: pages_for(end, page_tokens)]),
                 lane.ids[end] if end < length else -1,
+                lane.message.prompt_logprobs,
             )
         slot_copy = page_copy = snapshot = None
         hit, lane.hit = lane.hit, None
@@ -408,6 +421,12 @@ class PrefillScheduler:
                 self.cache.abandon(plan.snapshot[1])
             return
         lane.num_computed = plan.end
+        if lane.message.prompt_logprobs >= 0:
+            if output.scores is None:
+                why = "this engine does not score prompts"
+                self._lose(lane, why, NotServed.code)
+                return
+            self._tell_scores(lane, plan, output.scores)
         pages = self.books.pages
         done = lane.pages[: pages_for(plan.end, self.limits.page_tokens)]
         pages.activate(lane.key, done[lane.offer.num_published :])
@@ -437,6 +456,13 @@ class PrefillScheduler:
                     now_ms - lane.started_ms,
                 )
             )
+
+    def _tell_scores(self, lane: Lane, plan: PrefillPlan, scores: Scores) -> None:
+        chunk = plan.step.chunk
+        assert chunk is not None
+        arrays = (scores.logprobs, scores.ranks, scores.top_ids, scores.top_logprobs)
+        body = PromptLogprobs(*lane.key, chunk.start + 1, lane.message.prompt_logprobs)
+        self._actions.append(ToRouter(body, tuple(x.tobytes() for x in arrays)))
 
     def _restart(self, plan: PrefillPlan, is_changed: bool) -> None:
         """What the cache gave is not what it was. Nothing of the lane is published yet (its first

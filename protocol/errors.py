@@ -2,6 +2,7 @@
 
     DecantError
       RequestError     the caller's fault, 4xx:  InvalidRequest  ContextTooLong  DeadlineExceeded
+      NotServed
       OverloadError    try later, 429/503:       QueueFull  OutOfPages  NotReady
       EngineError      our fault, 5xx:           KVPageError  HandoffError  KernelError
       CheckpointError
@@ -53,6 +54,12 @@ class DeadlineExceeded(RequestError):
 
     code = "deadline_exceeded"
     status = 504
+
+
+class NotServed(RequestError):
+    """Something that this set cannot do, such as scores of a prompt."""
+
+    code = "unsupported_parameter"
 
 
 class OverloadError(DecantError):

@@ -19,11 +19,11 @@ Who sends what (see docs/architecture.md):
   gateway   -> tokenizer  Encode OpenStream CloseStream Detokenize      tokenizer -> gateway
   Encoded Failed TextDeltas Text
   gateway   -> router     Generate Cancel Emitted StreamCredit          router -> gateway     Queued
-  EndChoice Failed AskEmitted Closed
+  EndChoice Failed AskEmitted Closed PromptLogprobs
   router    -> decode     Reserve Cancel Peers StreamCredit EndChoice   decode -> router
   Reserved Refused Decoding Preempted Finished Lost Cancelled
   router    -> prefill    Prefill Cancel Peers                          prefill -> router
-  Prefilled Lost Cancelled
+  Prefilled PromptLogprobs Lost Cancelled
   prefill   -> decode     KVReady KVGone                                decode -> prefill
   KVRelease
   decode    -> tokenizer  Tokens                                        tokenizer -> decode
@@ -492,6 +492,7 @@ class Prefill(Message, frozen=True, tag="prefill", omit_defaults=True):
     cache_salt: str = ""
     priority: int = 0
     traceparent: str = ""
+    prompt_logprobs: int = -1  # as in Sampling; the prefix cache is then not read
 
 
 class Prefilled(Message, frozen=True, tag="prefilled", omit_defaults=True):
@@ -505,6 +506,22 @@ class Prefilled(Message, frozen=True, tag="prefilled", omit_defaults=True):
     num_cached_tokens: int = 0
     queue_ms: float = 0.0
     prefill_ms: float = 0.0
+
+
+class PromptLogprobs(Message, frozen=True, tag="prompt_logprobs", omit_defaults=True):
+    """Prefill -> router -> gateway, once a chunk: how likely the model held the tokens at
+    ``start`` and after (position 0 has no score; those behind the prompt are of no interest).
+    The same positions may come again with another attempt.
+
+    Blobs: logprobs [n] float32, ranks [n] int32, ids [n, num_top] int32 and logprobs [n, num_top]
+    float32 of the likeliest tokens.
+    """
+
+    request_id: str
+    attempt: int
+    lane: int
+    start: int
+    num_top: int
 
 
 class Decoding(Message, frozen=True, tag="decoding", omit_defaults=True):
@@ -679,7 +696,7 @@ TYPES: tuple[type[Message], ...] = (
     Generate, Queued, Cancel, Cancelled, AskEmitted, Emitted, Closed, StreamCredit,
     EndChoice,
     Reserve, Reserved, Refused, Prefill, Prefilled, Decoding, Preempted, Finished, Lost,
-    KVReady, KVGone, KVRelease, Tokens, ReplayFrom, Propose, Drafts,
+    KVReady, KVGone, KVRelease, Tokens, ReplayFrom, Propose, Drafts, PromptLogprobs,
 )  # fmt: skip
 
 BY_TAG: dict[str, type[Message]] = {str(t.__struct_config__.tag): t for t in TYPES}

@@ -125,7 +125,10 @@ class Dispatcher:
                 if member is None and not self.membership.was_alive(incarnation):
                     self._reply(envelope, m.Refuse(f"{UNKNOWN}, say Hello"))
             elif member.service in WORKERS:
-                self._from_worker(member, body, now)
+                if isinstance(body, m.PromptLogprobs):
+                    self._scored(member, body, envelope.blobs, now)
+                else:
+                    self._from_worker(member, body, now)
             else:
                 self._from_gateway(member, envelope, now)
         self._after(now)
@@ -270,6 +273,14 @@ class Dispatcher:
                 self._send_to(member, m.Cancel(request_id, body.attempt, "superseded"), ())
         elif not isinstance(body, m.Cancelled):
             self._count("unexpected", (_name(body),))
+
+    def _scored(
+        self, member: Member, body: m.PromptLogprobs, blobs: tuple[bytes, ...], now: float
+    ) -> None:
+        record = self.records.get(body.request_id)
+        if record is not None:
+            ref = Ref(member.instance, member.incarnation)
+            self._do(record, record.scored(ref, body, blobs), now)
 
     def _refused(self, ref: Ref, body: m.Refused, now: float) -> None:
         if body.reason == "draining":

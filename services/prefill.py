@@ -200,7 +200,7 @@ class PrefillService:
         """Send what the scheduler decided, and wake the stepping task."""
         for action in self.scheduler.take():
             if isinstance(action, ToRouter):
-                self._to_router.post(action.message)
+                self._to_router.post(action.message, action.blobs)
                 if isinstance(action.message, Lost):
                     self._metrics.lost.labels(action.message.code or "other").inc()
             else:

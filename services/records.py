@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from decant.protocol import messages as m
-from decant.protocol.errors import ContextTooLong, DeadlineExceeded, QueueFull
+from decant.protocol.errors import ContextTooLong, DeadlineExceeded, NotServed, QueueFull
 from decant.services.affinity import digests
 from decant.services.debts import Debts
 from decant.services.decisions import (
@@ -48,6 +48,7 @@ ISOLATE_S = 0.5  # a suspect that decodes alone for so long did not kill at once
 MAX_PREEMPTIONS = 256
 BACKOFF_S = (0.02, 1.0)  # after Refused(busy): first, longest
 ID_BYTES = 4
+LOST_STATUS = {e.code: e.status for e in (ContextTooLong, DeadlineExceeded, NotServed)}
 
 
 @dataclass
@@ -343,6 +344,16 @@ class Record:
                 return self._decoding(lane, now)
         return [Count("stale", (type(body).__name__.lower(),))]
 
+    def scored(
+        self, worker: Ref, body: m.PromptLogprobs, blobs: tuple[bytes, ...]
+    ) -> list[Decision]:
+        """Scores of the prompt, for the gateway."""
+        lane = self.lanes.get(body.lane)
+        is_ours = body.attempt == self.attempt and self.state < State.RESUMING
+        if not is_ours or lane is None or lane.prefill != worker or self.is_canary:
+            return [Count("stale", ("promptlogprobs",))]
+        return [ToGateway(body, blobs)]
+
     def send_failed(self, worker: Ref, now: float) -> list[Decision]:
         """Work could not be sent to a worker that lives as far as we know."""
         if self.state < State.RESUMING and any(
@@ -497,6 +508,7 @@ class Record:
             self.salt,
             given.priority,
             self.traceparent,
+            given.sampling.prompt_logprobs,
         )
         return [ToWorker(lane.prefill, body, (self.prompt + self._lane_ids(lane.lane),))]
 
@@ -555,7 +567,8 @@ class Record:
         if not is_hit:
             return [Count("stale", ("lost",))]
         if body.code:
-            return self.fail(body.code, body.reason, 500, now)
+            status = LOST_STATUS.get(body.code, 500)
+            return self.fail(body.code, body.reason, status, now, status >= 500)
         return self.lose("lost_by_worker", now)
 
     def _preempted(self, now: float) -> list[Decision]:
