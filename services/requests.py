@@ -31,6 +31,7 @@ from decant.protocol.errors import NotReady
 from decant.protocol.wire import Envelope, Sender, pack_ids, unpack_ids
 from decant.services import tracing
 from decant.services.link import RouterLink
+from decant.services.prompt_scores import PromptScores
 from decant.services.sockets import Outbox
 from decant.services.streams import (
     IDLE_S,
@@ -229,6 +230,8 @@ class RequestClient:
             cache_salt,
             priority,
         )
+        if sampling.prompt_logprobs >= 0:
+            stream.scores = PromptScores(len(prompt.ids), sampling.prompt_logprobs)
         stream.accepted = asyncio.get_running_loop().create_future()
         stream.delta_s = time.monotonic()
         self._submit(stream)
@@ -349,6 +352,10 @@ class RequestClient:
                     self._accept(stream)
             case m.AskEmitted():
                 self._answer(body)
+            case m.PromptLogprobs():
+                stream = self._streams.get(body.request_id)
+                if stream is not None and stream.scores is not None:
+                    stream.scores.add(body, envelope.blobs)
             case _:
                 log.debug("unexpected message", type=type(body).__name__)
 

@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 from decant.protocol import messages as m
 from decant.protocol.errors import DecantError
 from decant.protocol.wire import pack_ids
+from decant.services.prompt_scores import PromptScores
 from decant.services.tokenizer_links import TokenizerLink
 
 IDLE_S = 5.0  # without a delta: open the stream and submit again (a message may be lost) ...
@@ -70,6 +71,7 @@ class Stream:
         self.ids = [array("i") for _ in range(prompt.output.num_choices)]
         self.is_finished = [False] * prompt.output.num_choices
         self.generate: m.Generate | None = None  # as submitted; None while only encoded
+        self.scores: PromptScores | None = None  # if the request wants its prompt's
         self.num_resumes = 0
         self.is_over = False  # no event will be added
         self.tokenizer = tokenizer

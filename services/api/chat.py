@@ -23,6 +23,7 @@ from decant.services.api.sampling import (
     Limits,
     read_max_tokens,
     read_num_choices,
+    read_prompt_logprobs,
     read_sampling,
     read_stops,
 )
@@ -46,6 +47,7 @@ KNOWN = (
     "thinking", "enable_thinking", "chat_template_kwargs", "reasoning", "task", "user_id",
     "cache_salt", "prompt_cache_key", "priority", "continue_final_message", "modalities", "regex",
     "ebnf", "structural_tag", "guided_regex", "guided_grammar", "include_reasoning", "audio",
+    "prompt_logprobs",
     *IGNORED,
 )  # fmt: skip
 
@@ -131,7 +133,8 @@ def parse(data: Any, backend: Backend, tenant: str = "") -> Request:
         logprobs=has_logprobs,
         tool_schemas=json.dumps(functions) if functions else "",
     )
-    sampling = read_sampling(fields, limits, max_tokens, top if has_logprobs else -1)
+    top_prompt = read_prompt_logprobs(fields)
+    sampling = read_sampling(fields, limits, max_tokens, top if has_logprobs else -1, top_prompt)
     job = Job(
         kind="chat",
         prompt=conversation.prompt(),
@@ -205,7 +208,12 @@ async def complete(request: Request, generation: Generation) -> dict[str, Any]:
             }
         )
     frame = _frame("chat.completion", generation.request_id, request.model, int(time.time()))
-    return {**frame, "choices": choices, "usage": generation.usage.openai()}
+    value = {**frame, "choices": choices, "usage": generation.usage.openai()}
+    if request.job.sampling.prompt_logprobs >= 0:
+        value["prompt_logprobs"] = logprobs.prompt(
+            generation.prompt_scores, request.job.sampling.prompt_logprobs
+        )
+    return value
 
 
 async def stream(request: Request, generation: Generation) -> AsyncIterator[bytes]:

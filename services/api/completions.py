@@ -20,6 +20,7 @@ from decant.services.api.generation import Backend, Generation, Job
 from decant.services.api.sampling import (
     read_max_tokens,
     read_num_choices,
+    read_prompt_logprobs,
     read_sampling,
     read_stops,
 )
@@ -36,7 +37,7 @@ KNOWN = (
     "stop_token_ids", "ignore_eos", "min_tokens", "skip_special_tokens",
     "include_stop_str_in_output", "n", "best_of", "stream", "stream_options", "logprobs", "echo",
     "user_id", "cache_salt", "prompt_cache_key", "priority", "regex", "ebnf", "response_format",
-    "structural_tag", "guided_regex", "guided_grammar", *IGNORED,
+    "structural_tag", "guided_regex", "guided_grammar", "prompt_logprobs", *IGNORED,
 )  # fmt: skip
 
 
@@ -53,6 +54,10 @@ class Request:
     usage_in_every_chunk: bool
     has_logprobs: bool
     is_echoed: bool
+    is_scored: bool  # logprobs of the echoed prompt
+    is_prompt_only: bool  # what is generated is not shown
+    num_top: int  # alternatives beside each token; -1: no logprobs
+    num_top_prompt: int  # of vLLM's field prompt_logprobs; -1: not wanted
     num_choices: int
 
 
@@ -69,8 +74,8 @@ def parse(data: Any, backend: Backend, tenant: str = "") -> Request:
     if has_max and not max_tokens and not is_echoed:
         raise fields.fail("max_tokens", "is 0, which needs echo.")
     top = fields.integer("logprobs", -1, 0, MAX_LOGPROBS)
-    if top >= 0 and is_echoed:
-        raise unsupported("logprobs of the prompt (echo with logprobs) are not served.", "logprobs")
+    top_prompt = read_prompt_logprobs(fields)
+    is_scored = top >= 0 and is_echoed
     num_choices = read_num_choices(fields, limits)
     best_of = fields.integer("best_of", num_choices, 1)
     if best_of != num_choices:
@@ -83,7 +88,12 @@ def parse(data: Any, backend: Backend, tenant: str = "") -> Request:
     if suffix and is_echoed:
         raise fields.fail("suffix", "cannot be combined with echo.")
     is_streamed, includes_usage, continuous = read_stream(fields)
-    sampling = read_sampling(fields, limits, max_tokens or DEFAULT_MAX_TOKENS, top)
+    # max_tokens 0 with echo asks for the prompt alone: nothing is generated, but a token that
+    # nobody sees where the prompt's own logprobs are wanted.
+    is_prompt_only = has_max and not max_tokens
+    most = 1 if is_prompt_only else max_tokens or DEFAULT_MAX_TOKENS
+    scored = max(top if is_scored else -1, top_prompt)
+    sampling = read_sampling(fields, limits, most, top, scored)
     output = Output(
         stop=read_stops(fields),
         include_stop=fields.boolean("include_stop_str_in_output"),
@@ -95,8 +105,7 @@ def parse(data: Any, backend: Backend, tenant: str = "") -> Request:
     found = grammars.for_completion(fields)
     salt, priority = read_salt(fields), fields.integer("priority", 0, -100, 100)
     jobs = []
-    # max_tokens 0 with echo asks for the prompt alone: nothing is generated.
-    for prompt in prompts if not has_max or max_tokens else []:
+    for prompt in prompts if not is_prompt_only or scored >= 0 else []:
         kind = "ids" if isinstance(prompt, list) else "fim" if suffix else "text"
         if kind == "fim":
             value: Any = {"prompt": prompt, "suffix": suffix}
@@ -125,6 +134,10 @@ def parse(data: Any, backend: Backend, tenant: str = "") -> Request:
         usage_in_every_chunk=continuous,
         has_logprobs=top >= 0,
         is_echoed=is_echoed,
+        is_scored=is_scored,
+        is_prompt_only=is_prompt_only,
+        num_top=top,
+        num_top_prompt=top_prompt,
         num_choices=num_choices,
     )
 
@@ -191,6 +204,8 @@ class Run:
         for generation in self.generations:
             for name in vars(total):
                 setattr(total, name, getattr(total, name) + getattr(generation.usage, name))
+        if self.request.is_prompt_only:
+            total.completion_tokens = 0
         return total
 
     async def complete(self) -> dict[str, Any]:
@@ -208,17 +223,25 @@ class Run:
         for p, generation in enumerate(self.generations):
             for i, choice in enumerate(generation.choices):
                 found = None
-                if self.request.has_logprobs:
+                request = self.request
+                if request.has_logprobs and not request.is_prompt_only:
                     found = logprobs.completions(choice.logprobs, len(echoes[p]))
-                choices.append(
-                    {
-                        "index": p * self.request.num_choices + i,
-                        "text": echoes[p] + choice.content,
-                        "logprobs": found,
-                        "finish_reason": choice.finish_reason,
-                        "matched_stop": choice.matched_stop or None,
-                    }
-                )
+                if request.is_scored:
+                    found = logprobs.joined(
+                        logprobs.echoed(generation.prompt_scores, request.num_top), found
+                    )
+                item = {
+                    "index": p * request.num_choices + i,
+                    "text": echoes[p] + ("" if request.is_prompt_only else choice.content),
+                    "logprobs": found,
+                    "finish_reason": "length" if request.is_prompt_only else choice.finish_reason,
+                    "matched_stop": choice.matched_stop or None,
+                }
+                if request.num_top_prompt >= 0:
+                    item["prompt_logprobs"] = logprobs.prompt(
+                        generation.prompt_scores, request.num_top_prompt
+                    )
+                choices.append(item)
         if not self.generations:
             choices = [
                 {"index": i, "text": text, "logprobs": None, "finish_reason": "length"}
@@ -233,8 +256,12 @@ class Run:
         offsets: dict[int, int] = {}
         echoes = await self._echoes()
 
-        def chunk(index: int, text: str, delta: TextDelta | None = None) -> bytes:
-            found = None
+        def chunk(
+            index: int,
+            text: str,
+            delta: TextDelta | None = None,
+            found: dict[str, Any] | None = None,
+        ) -> bytes:
             if delta is not None and request.has_logprobs and delta.logprobs:
                 found = logprobs.completions(delta.logprobs, offsets.get(index, 0))
                 offsets[index] = offsets.get(index, 0) + sum(len(p.text) for p in delta.logprobs)
@@ -263,8 +290,15 @@ class Run:
                 if index not in begun:
                     begun.add(index)
                     if echoes[p]:
-                        out += chunk(index, echoes[p])
+                        scores = self.generations[p].prompt_scores
+                        found = logprobs.echoed(scores, request.num_top)
+                        out += chunk(index, echoes[p], found=found if request.is_scored else None)
                         offsets[index] = len(echoes[p])
+                if request.is_prompt_only:
+                    delta = TextDelta(
+                        delta.request_id, delta.attempt, delta.choice, delta.start, 0,
+                        finish_reason="length" if delta.finish_reason else "",
+                    )  # fmt: skip
                 if delta.content or delta.finish_reason or (delta.logprobs and request.jobs):
                     out += chunk(index, delta.content, delta)
             yield out

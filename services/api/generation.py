@@ -30,6 +30,7 @@ from decant.services.api import errors
 from decant.services.api.checker import Checker
 from decant.services.api.usage import Usage
 from decant.services.model_folder import ModelFolder
+from decant.services.prompt_scores import PromptScores
 from decant.services.requests import Delta, RequestClient, Stream, new_request_id
 from decant.services.serving_metrics import GatewayMetrics
 
@@ -62,6 +63,17 @@ class Job:
     priority: int = 0
 
 
+@dataclass(frozen=True)
+class ScoredToken:
+    """A token of the prompt under the model. The first one has no logprob."""
+
+    token_id: int
+    text: str
+    logprob: float | None
+    rank: int
+    top: list[tuple[int, str, float]]  # id, text, logprob; the likeliest first
+
+
 @dataclass
 class Choice:
     """All that a choice has said so far."""
@@ -88,6 +100,7 @@ class Generation:
         """start_s: when the HTTP request came, CLOCK_MONOTONIC."""
         self.usage = Usage()
         self.prompt_ids: array[int] = array("i")
+        self.prompt_scores: list[ScoredToken] = []  # of the prompt, if the job wants them
         self.choices = [Choice() for _ in range(job.output.num_choices)]
         self.closed: Closed | None = None
         self.max_tokens = 0
@@ -176,6 +189,9 @@ class Generation:
         stream = self._stream
         assert stream is not None
         async for event in stream:
+            if stream.scores is not None and isinstance(event, Delta):
+                await self._read_scores(stream.scores)
+                stream.scores = None
             events = [event]
             while stream.num_buffered:  # a slow client gets fewer, larger pieces
                 events.append(await anext(stream))
@@ -201,6 +217,31 @@ class Generation:
             took_s = max(0, time.monotonic_ns() - drawn_ns) / 1e9
             self.deliveries_ms.append(took_s * 1e3)
             self._backend.metrics.delivery.observe(took_s)
+
+    async def _read_scores(self, scores: PromptScores) -> None:
+        """Fill ``prompt_scores``. Raises: EngineError if they do not come, NotReady."""
+        try:
+            await scores.wait()
+        except TimeoutError as error:
+            raise EngineError("the prompt's log probabilities were lost") from error
+        ids = sorted({*self.prompt_ids, *scores.top_ids})
+        pieces = (await self._backend.client.detokenize(ids)).pieces
+        texts = dict(zip(ids, pieces, strict=True))
+        num = scores.num_top
+        self.prompt_scores = [
+            ScoredToken(
+                token_id,
+                texts[token_id],
+                scores.logprobs[i] if i else None,
+                scores.ranks[i],
+                [
+                    (top, texts[top], scores.top_logprobs[i * num + j])
+                    for j, top in enumerate(scores.top_ids[i * num : (i + 1) * num])
+                    if i
+                ],
+            )
+            for i, token_id in enumerate(self.prompt_ids)
+        ]
 
     def _count(self, delta: Delta) -> None:
         if not self.first_s:

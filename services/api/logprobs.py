@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from decant.protocol.messages import TokenLogprob
+from decant.services.api.generation import ScoredToken
 
 FLOOR = -9999.0  # stands for minus infinity, which is no JSON
 
@@ -51,3 +52,48 @@ def completions(logprobs: Sequence[TokenLogprob], offset: int) -> dict[str, Any]
         ],
         "text_offset": offsets,
     }
+
+
+def echoed(prompt: Sequence[ScoredToken], num_top: int) -> dict[str, Any]:
+    """The completions lists of the prompt itself; its first token has none (null)."""
+    offsets, offset = [], 0
+    for token in prompt:
+        offsets.append(offset)
+        offset += len(token.text)
+    return {
+        "tokens": [token.text for token in prompt],
+        "token_logprobs": [None if t.logprob is None else finite(t.logprob) for t in prompt],
+        "top_logprobs": [
+            {text: finite(value) for _, text, value in t.top[:num_top]}
+            if t.logprob is not None
+            else None
+            for t in prompt
+        ],
+        "text_offset": offsets,
+    }
+
+
+def joined(a: dict[str, Any] | None, b: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Two pieces of completions lists as one."""
+    if a is None or b is None:
+        return a or b
+    return {name: a[name] + b[name] for name in a}
+
+
+def prompt(tokens: Sequence[ScoredToken], num_top: int) -> list[dict[str, Any] | None]:
+    """vLLM's ``prompt_logprobs``: per position, token id to logprob, rank and text; the token
+    itself and the likeliest ones."""
+    found: list[dict[str, Any] | None] = []
+    for token in tokens:
+        if token.logprob is None:
+            found.append(None)
+            continue
+        ranked = [(*one, rank) for rank, one in enumerate(token.top[:num_top], 1)]
+        own = (token.token_id, token.text, token.logprob, token.rank)
+        found.append(
+            {
+                str(token_id): {"logprob": finite(value), "rank": rank, "decoded_token": text}
+                for token_id, text, value, rank in (own, *ranked)
+            }
+        )
+    return found

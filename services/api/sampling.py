@@ -30,7 +30,13 @@ def new_seed() -> int:
     return secrets.randbits(63)
 
 
-def read_sampling(fields: Fields, limits: Limits, max_tokens: int, logprobs: int = -1) -> Sampling:
+def read_sampling(
+    fields: Fields,
+    limits: Limits,
+    max_tokens: int,
+    logprobs: int = -1,
+    prompt_logprobs: int = -1,
+) -> Sampling:
     """max_tokens: 0 where the client gave none (filled in once the prompt's length is known)."""
     top_k = fields.integer("top_k", 0, -1, limits.vocab_size)
     min_tokens = fields.integer("min_tokens", 0, 0, limits.max_context)
@@ -50,11 +56,20 @@ def read_sampling(fields: Fields, limits: Limits, max_tokens: int, logprobs: int
         repetition_penalty=fields.number("repetition_penalty", 1.0, 0.0, 2.0, is_open=True),
         logit_bias=read_bias(fields, limits.vocab_size),
         logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
         max_tokens=max_tokens,
         min_tokens=min_tokens,
         ignore_eos=fields.boolean("ignore_eos"),
         stop_token_ids=fields.token_ids("stop_token_ids", MAX_STOP_IDS, limits.vocab_size),
     )
+
+
+def read_prompt_logprobs(fields: Fields) -> int:
+    """vLLM's field; -1: not wanted. Not streamed, as there."""
+    top = fields.integer("prompt_logprobs", -1, 0, MAX_TOP_LOGPROBS)
+    if top >= 0 and fields.boolean("stream"):
+        raise fields.fail("prompt_logprobs", "cannot be streamed.")
+    return top
 
 
 def read_bias(fields: Fields, vocab_size: int) -> dict[int, float]:
