@@ -130,7 +130,8 @@ def test_logprobs_are_the_models_with_speculation(ask: Ask, real_set: RealSet) -
         assert scored["usage"]["completion_tokens"] == 0
         lists = scored["logprobs"]
         assert lists["token_logprobs"][0] is None and lists["top_logprobs"][0] is None
-        assert lists["text_offset"][: len(ids)][-1] == len(PROMPT) - len(lists["tokens"][len(ids) - 1])
+        last = len(ids) - 1
+        assert lists["text_offset"][last] == len(PROMPT) - len(lists["tokens"][last])
         if lists["tokens"][len(ids) :] == given["tokens"]:  # the text has one spelling
             wanted = lists["token_logprobs"][len(ids) :]
             assert given["token_logprobs"] == pytest.approx(wanted, abs=1e-6)
