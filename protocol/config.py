@@ -65,6 +65,7 @@ class RouterConfig:
     resumes_per_s: float = 50.0  # of all requests; more wait (bursts up to four seconds' worth)
     canary: bool = True  # a request of the router itself, before ready and when idle
     canary_s: float = 10.0  # between two canaries
+    admin_key_file: str = ""  # key of the admin socket; empty: admin.key, made in run_dir
 
 
 @dataclass(frozen=True)
@@ -239,6 +240,16 @@ class Config:
         finds what a killed process left: ``decant-<8 hex digits of the run directory>-``.
         """
         return f"decant-{hashlib.sha256(self.run_dir.encode()).hexdigest()[:8]}-"
+
+    @property
+    def admin_path(self) -> str:
+        """Unix socket of the administrator."""
+        return f"{self.run_dir}/admin.sock"
+
+    @property
+    def admin_key_path(self) -> str:
+        """File with the administrator's key."""
+        return self.router.admin_key_file or f"{self.run_dir}/admin.key"
 
     def metrics_path(self, instance: str) -> str:
         """Unix socket of a process's Prometheus page."""

@@ -27,6 +27,7 @@ COMMANDS = {  # name -> module, one line
     "down": ("down", "stop the set and prove that nothing is left of it"),
     "status": ("status", "show the processes, readiness and pages"),
     "restart": ("restart", "drain and restart one service"),
+    "admin": ("admin", "drain, undrain, abort, flush the caches; state and ledger as JSON"),
     "top": ("top", "watch the set: rates, latencies, pages, processes"),
     "trace": ("trace", "what happened to a request, from the logs of all processes"),
     "doctor": ("doctor", "is this machine fit? every finding with its fix"),

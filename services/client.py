@@ -183,18 +183,15 @@ class _UnixConnection(http.client.HTTPConnection):
 
 def unix_get(path: str, page: str, timeout_s: float = 5.0) -> str:
     """A page of a process's Unix socket (``Config.metrics_path``). Raises: ApiError."""
-    return _unix(path, "GET", page, timeout_s)
+    return unix_call(path, "GET", page, "", timeout_s)
 
 
-def unix_post(path: str, page: str, timeout_s: float = 5.0) -> str:
-    """An order to the router's page on its Unix socket (``admin.py``). Raises: ApiError."""
-    return _unix(path, "POST", page, timeout_s)
-
-
-def _unix(path: str, method: str, page: str, timeout_s: float) -> str:
+def unix_call(path: str, method: str, page: str, key: str = "", timeout_s: float = 5.0) -> str:
+    """Any call over a Unix socket, with a Bearer key. Raises: ApiError."""
     connection = _UnixConnection(path, timeout_s)
     try:
-        connection.request(method, page)
+        head = {"Authorization": f"Bearer {key}"} if key else {}
+        connection.request(method, page, headers=head)
         response = connection.getresponse()
         text = response.read().decode(errors="replace")
     except (OSError, http.client.HTTPException) as error:

@@ -226,6 +226,17 @@ class Dispatcher:
         self._after(self._clock())
         return True
 
+    def abort(self, request_id: str) -> bool:
+        """Administrator: fail a request. False: there is none of this id."""
+        record = self.records.get(request_id)
+        if record is None or record.state >= State.CANCELLING:
+            return False
+        now = self._clock()
+        message = "the administrator ended this request"
+        self._do(record, record.fail("aborted", message, 500, now, False), now)
+        self._after(now)
+        return True
+
     def flush(self) -> list[str]:
         """Administrator: all prefix caches are to be forgotten. Returns: the workers told."""
         workers = [member for service in WORKERS for member in self.membership.of(service)]

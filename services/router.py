@@ -45,7 +45,7 @@ async def main(config: Config, instance: str) -> None:
                     router.outbox.run(),
                     router.tick(),
                     router.judge(),
-                    admin.serve(router.dispatcher, router.metrics, config.metrics_path("router")),
+                    admin.serve(router.dispatcher, router.metrics, config),
                 )
             ]
             await process.stop().wait()

@@ -53,3 +53,49 @@ def state(dispatcher: Dispatcher) -> dict[str, Any]:
             "failures": dispatcher.canary.num_failures,
         },
     }
+
+
+def ledger(dispatcher: Dispatcher) -> dict[str, Any]:
+    """Who holds what: pages and slots of each worker by state (from its last heartbeat), and each
+    request with its lanes and the workers that still owe a Cancelled for it."""
+    workers = []
+    for x in sorted(dispatcher.membership.all(), key=lambda x: x.instance):
+        if "num_pages" not in x.hello.limits:
+            continue
+        entry: dict[str, Any] = {"instance": x.instance, "incarnation": x.incarnation}
+        for kind in ("pages", "slots"):
+            prefix = f"{kind}_"
+            states = {
+                name.removeprefix(prefix): int(value)
+                for name, value in x.beat.stats.items()
+                if name.startswith(prefix)
+            }
+            total = x.hello.limits[f"num_{kind}"]
+            entry[kind] = {
+                "total": total,
+                "states": states,
+                "is_balanced": not states or sum(states.values()) == total,
+            }
+        workers.append(entry)
+    requests = [
+        {
+            "request_id": record.request_id,
+            "state": record.stage.name.lower(),
+            "attempt": record.attempt,
+            "num_prompt_tokens": record.generate.num_prompt_tokens,
+            "num_resumes": record.num_resumes,
+            "lanes": [
+                {
+                    "lane": lane.lane,
+                    "choices": lane.choices,
+                    "state": lane.state.name.lower(),
+                    "prefill": lane.prefill.instance if lane.prefill else "",
+                    "decode": lane.decode.instance if lane.decode else "",
+                }
+                for lane in record.lanes.values()
+            ],
+            "debtors": [worker.instance for worker in record.debtors()],
+        }
+        for record in list(dispatcher.records.values())
+    ]
+    return {"router": dispatcher.incarnation, "workers": workers, "requests": requests}

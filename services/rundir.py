@@ -187,7 +187,7 @@ def sweep(config: Config) -> Leftovers:
         kill(find_pids(Path(config.run_dir)))
     for path in (*found.sockets, *found.segments):
         path.unlink(missing_ok=True)
-    for name in ("supervisord.pid", "credentials"):
+    for name in ("supervisord.pid", "credentials", "admin.key"):
         (Path(config.run_dir) / name).unlink(missing_ok=True)
     # NOTE: a worker takes the socket in it for a daemon that runs
     shutil.rmtree(Path(config.run_dir) / "mps", ignore_errors=True)
