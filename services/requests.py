@@ -27,7 +27,7 @@ import structlog
 
 from decant.protocol import messages as m
 from decant.protocol.config import Config
-from decant.protocol.errors import NotReady
+from decant.protocol.errors import NotReady, ProtocolError
 from decant.protocol.wire import Envelope, Sender, pack_ids, unpack_ids
 from decant.services import tracing
 from decant.services.link import RouterLink
@@ -355,7 +355,10 @@ class RequestClient:
             case m.PromptLogprobs():
                 stream = self._streams.get(body.request_id)
                 if stream is not None and stream.scores is not None:
-                    stream.scores.add(body, envelope.blobs)
+                    try:
+                        stream.scores.add(body, envelope.blobs)
+                    except ProtocolError as error:
+                        log.warning("bad scores", rid=body.request_id, error=error.message)
             case _:
                 log.debug("unexpected message", type=type(body).__name__)
 

@@ -46,7 +46,8 @@ KNOWN = (
     "tools", "tool_choice", "parallel_tool_calls", "response_format", "reasoning_effort",
     "thinking", "enable_thinking", "chat_template_kwargs", "reasoning", "task", "user_id",
     "cache_salt", "prompt_cache_key", "priority", "continue_final_message", "modalities", "regex",
-    "ebnf", "structural_tag", "guided_regex", "guided_grammar", "include_reasoning", "audio",
+    "ebnf", "structural_tag", "guided_regex", "guided_grammar",
+    "guided_json", "guided_choice", "structured_outputs", "include_reasoning", "audio",
     "prompt_logprobs",
     *IGNORED,
 )  # fmt: skip
@@ -118,7 +119,7 @@ def parse(data: Any, backend: Backend, tenant: str = "") -> Request:
         raise fields.fail("top_logprobs", "needs logprobs.")
     is_streamed, includes_usage, continuous = read_stream_options(fields)
     kind, schema = read_response_format(fields)
-    if kind != "text":
+    if kind.startswith("json"):
         conversation.response_format = schema if schema is not None else {"type": kind}
     is_parallel = fields.boolean("parallel_tool_calls", True)
     found = grammars.for_chat(fields, conversation, is_parallel, backend.model.added_ids)

@@ -37,7 +37,8 @@ KNOWN = (
     "stop_token_ids", "ignore_eos", "min_tokens", "skip_special_tokens",
     "include_stop_str_in_output", "n", "best_of", "stream", "stream_options", "logprobs", "echo",
     "user_id", "cache_salt", "prompt_cache_key", "priority", "regex", "ebnf", "response_format",
-    "structural_tag", "guided_regex", "guided_grammar", "prompt_logprobs", *IGNORED,
+    "structural_tag", "guided_regex", "guided_grammar",
+    "guided_json", "guided_choice", "structured_outputs", "prompt_logprobs", *IGNORED,
 )  # fmt: skip
 
 

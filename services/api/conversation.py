@@ -300,7 +300,7 @@ def read_response_format(fields: Fields) -> tuple[str, dict[str, Any] | None]:
     given = fields.object("response_format")
     if given is None:
         return "text", None
-    kind = given.option("type", "", ("text", "json_object", "json_schema"))
+    kind = given.option("type", "", ("text", "json_object", "json_schema", "structural_tag"))
     if not kind:
         raise given.fail("type", "is missing.")
     if kind != "json_schema":

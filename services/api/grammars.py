@@ -12,33 +12,67 @@ from typing import Any
 
 from decant.protocol.errors import InvalidRequest
 from decant.protocol.messages import Grammar
-from decant.services.api.conversation import Conversation, read_response_format
-from decant.services.api.errors import unsupported
-from decant.services.api.validate import Fields
+from decant.services.api import structural_tag
+from decant.services.api.conversation import Conversation, check_schema, read_response_format
+from decant.services.api.validate import Fields, parse_json
 from decant.services.chat.markers import DSML, END_THINK
 from decant.services.chat.tool_grammar import ToolGrammar, json_grammar
 
 MAX_GRAMMAR_CHARS = 64 << 10
-TEXT_FIELDS = ("regex", "ebnf", "guided_regex", "guided_grammar")
+MAX_OPTIONS = 1024
+FIELDS = (
+    *("regex", "ebnf", "structural_tag", "guided_regex", "guided_grammar", "guided_json"),
+    "guided_choice",
+)
+OUTPUTS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 
 
 def for_text(fields: Fields) -> tuple[str, str, dict[str, Any] | None]:
-    """(kind, text, schema) of the text itself: kind is "", json_object, json_schema, regex or ebnf.
+    """(kind, text, schema) of the text itself: kind is "", json_object, json_schema, regex, ebnf
+    or lark.
 
     Raises: InvalidRequest if more than one grammar is given."""
-    if fields.has("structural_tag"):
-        raise unsupported("structural_tag is not supported; use tools or ebnf.", "structural_tag")
     kind, schema = read_response_format(fields)
-    found = [name for name in TEXT_FIELDS if fields.has(name)]
-    if len(found) + (kind != "text") > 1:
-        last = found[-1]
-        raise fields.fail(last, "cannot be combined with another grammar.")
-    if found:
-        text = fields.string(found[0], longest=MAX_GRAMMAR_CHARS)
-        return ("regex" if "regex" in found[0] else "ebnf"), text, None
+    given = [(fields, name) for name in FIELDS if fields.has(name)]
+    outputs = fields.object("structured_outputs")
+    if outputs is not None:
+        given += [(outputs, name) for name in OUTPUTS if outputs.has(name)]
+    if len(given) + (kind != "text") > 1:
+        where, last = given[-1]
+        raise where.fail(last, "cannot be combined with another grammar.")
+    if given:
+        where, name = given[0]
+        return _constraint(where, name)
     if kind == "text":
         return "", "", None
+    if kind == "structural_tag":
+        return "lark", structural_tag.lark(fields.get("response_format"), "response_format"), None
     return kind, json.dumps(schema) if schema is not None else "", schema
+
+
+def _constraint(fields: Fields, name: str) -> tuple[str, str, dict[str, Any] | None]:
+    """One of vLLM's and SGLang's own fields."""
+    kind = name.removeprefix("guided_")
+    if kind == "structural_tag":
+        return "lark", structural_tag.lark(fields.get(name), fields.name(name)), None
+    if kind == "json":
+        schema = fields.get(name)
+        if isinstance(schema, str):
+            schema = parse_json(schema.encode("utf-8", "surrogatepass"))
+        if not isinstance(schema, dict):
+            raise fields.fail(name, "must be a JSON schema (an object).")
+        check_schema(schema, fields.name(name))
+        return "json_schema", json.dumps(schema), schema
+    if kind == "json_object":
+        return ("json_object" if fields.boolean(name) else ""), "", None
+    if kind == "choice":
+        options = fields.strings(name, MAX_OPTIONS, MAX_GRAMMAR_CHARS)
+        if not options:
+            raise fields.fail(name, "is empty.")
+        words = " | ".join(json.dumps(option, ensure_ascii=False) for option in options)
+        return "lark", f"start: {words}\n", None
+    text = fields.string(name, longest=MAX_GRAMMAR_CHARS)
+    return ("regex" if kind == "regex" else "ebnf"), text, None
 
 
 def for_chat(

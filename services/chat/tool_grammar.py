@@ -23,6 +23,11 @@ def json_grammar(schema: dict[str, Any]) -> str:
     return f"start: {_json(schema, {})}\n"
 
 
+def json_value(schema: dict[str, Any]) -> str:
+    """One JSON value of a schema, inside another rule."""
+    return _json(schema, {})
+
+
 class ToolGrammar:
     """Builds the rules of one request's tools."""
 

@@ -10,20 +10,27 @@ import random
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from cluster import Cluster, Job
 from fake_engine import EOS, FakeDraft, reference_tokens
 
 from decant.engine.acceptance import DepthController
 from decant.engine.execute import execute_prefill
+from decant.engine.interface import Scores
+from decant.protocol.errors import NotServed
 from decant.protocol.messages import (
     EndChoice,
     Finished,
     KVReady,
+    KVRelease,
     Lost,
     Message,
     Prefill,
+    Prefilled,
+    PromptLogprobs,
     ReplayFrom,
     Reserve,
     Sampling,
@@ -398,6 +405,38 @@ def test_the_larger_priority_is_prefilled_first_between_chunks_too() -> None:
         assert [chunk_of() for _ in range(8)] == (
             ["urgent"] * 2 + ["first"] + ["second"] * 3 + ["low"] * 2
         )
+
+
+def test_scores_come_chunk_by_chunk_and_only_from_what_is_computed() -> None:
+    with cluster(chunk_tokens=100) as c:
+        ids = some_prompt(1, 300)
+
+        def run(request_id: str, prompt_logprobs: int, has_scores: bool = True) -> list[Message]:
+            body = Prefill(request_id, 1, 0, "decode-0", "d1", prompt_logprobs=prompt_logprobs)
+            c.prefill.prefill(body, array("i", ids), 0.0)
+            told: list[Message] = []
+            while (plan := c.prefill.plan(0.0)) is not None:
+                assert plan.step.chunk is None or plan.step.chunk.num_top == prompt_logprobs
+                output = execute_prefill(c.prefill_engine, plan)
+                if has_scores:
+                    none = np.zeros(0, np.float32)
+                    ids_of_none = np.zeros(0, np.int32)
+                    scores = Scores(none, ids_of_none, ids_of_none[:, None], none[:, None])
+                    output = replace(output, scores=scores)
+                c.prefill.apply(output, 0.0)
+                told += [a.message for a in c.prefill.take() if hasattr(a, "blobs")]
+            c.prefill.released(KVRelease(request_id, 1, 0))
+            return told
+
+        assert [type(x) for x in run("plain", -1)] == [Prefilled]
+        told = run("scored", 2)
+        starts = [x.start for x in told if isinstance(x, PromptLogprobs)]
+        assert starts[0] == 1 and starts == sorted(starts) and len(starts) >= 3
+        assert isinstance(told[-1], Prefilled) and told[-1].num_cached_tokens == 0
+        (again,) = run("plain again", -1)
+        assert isinstance(again, Prefilled) and again.num_cached_tokens > 0
+        (lost,) = run("an engine without scores", 0, has_scores=False)
+        assert isinstance(lost, Lost) and lost.code == NotServed.code
 
 
 def test_deadlines_are_kept_in_both_queues() -> None:

@@ -27,6 +27,7 @@ TOOL = {
 STRICT = {"type": "function", "function": {**TOOL["function"], "strict": True}}  # type: ignore[dict-item]
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}
+TAGS = {"structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}], "triggers": ["<f>"]}
 NAMED = {"type": "function", "function": {"name": "f"}}
 THINK = {"thinking": {"type": "enabled"}}
 
@@ -53,6 +54,12 @@ async def test_grammars_that_reach_decode(stage: Any, http: aiohttp.ClientSessio
         ({"response_format": FORMAT}, "json_schema", -1),
         ({"regex": "[ab]+"}, "regex", -1),
         ({"ebnf": 'root ::= "a" | "b"'}, "ebnf", -1),
+        ({"guided_json": SCHEMA}, "json_schema", -1),
+        ({"guided_choice": ["yes", "no"], **THINK}, "lark", END_THINK),
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, "lark", -1),
+        ({"structured_outputs": {"grammar": 'root ::= "a"'}}, "ebnf", -1),
+        ({"response_format": {"type": "structural_tag", **TAGS}}, "lark", -1),
+        ({"structural_tag": TAGS, **THINK}, "lark", END_THINK),
         ({"tools": [TOOL], "tool_choice": "required"}, "lark", -1),
         ({"tools": [TOOL], "tool_choice": NAMED, **THINK}, "lark", END_THINK),
         ({"tools": [STRICT]}, "lark", -1),
@@ -79,6 +86,12 @@ async def test_grammars_that_are_refused(stage: Any, http: aiohttp.ClientSession
         {"regex": "a", "response_format": FORMAT},
         {"ebnf": "root ::= ("},
         {"structural_tag": {}},
+        {"response_format": {"type": "structural_tag"}},
+        {"structural_tag": TAGS, "regex": "a"},
+        {"structured_outputs": {"regex": "a", "choice": ["a"]}},
+        {"structured_outputs": {"regex": "a"}, "response_format": FORMAT},
+        {"guided_choice": []},
+        {"tools": [TOOL], "structural_tag": TAGS},
         {"tools": [TOOL], "tool_choice": "required", "response_format": FORMAT},
         {"tools": [TOOL], "regex": "a"},
         {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "wibble"}}}},

@@ -304,6 +304,33 @@ def test_a_worker_that_names_a_code_fails_the_request() -> None:
     assert record.failed is not None and record.failed.code == "grammar_error"
 
 
+def test_what_prefill_cannot_do_is_the_callers_fault() -> None:
+    record = make()
+    record.start(100.0)
+    record.place(0, D, P, 100.0)
+    record.heard(D, m.Reserved("r", 1, 0), 100.0)
+    record.heard(P, m.Lost("r", 1, 0, "no scores", "unsupported_parameter"), 101.0)
+    assert record.failed is not None and record.failed.status == 400
+    assert not record.failed.is_retryable
+
+
+def test_scores_go_to_the_gateway_while_the_attempt_counts() -> None:
+    record = make()
+    record.start(100.0)
+    record.place(0, D, P, 100.0)
+    record.heard(D, m.Reserved("r", 1, 0), 100.0)
+    body = m.PromptLogprobs("r", 1, 0, 1, 2)
+    assert record.scored(P, body, (b"a", b"b")) == [ToGateway(body, (b"a", b"b"))]
+    for worker, other in (
+        (P2, body),
+        (P, m.PromptLogprobs("r", 2, 0, 1, 2)),
+        (P, m.PromptLogprobs("r", 1, 7, 1, 2)),
+    ):
+        assert record.scored(worker, other, ()) == [Count("stale", ("promptlogprobs",))]
+    record.cancel("client_gone", 101.0)
+    assert record.scored(P, body, ()) == [Count("stale", ("promptlogprobs",))]
+
+
 def test_poison_second_death_of_its_own_making_fails_it() -> None:
     record = make()
     record.start(100.0)
