@@ -42,6 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--host", default="", help="address to listen on (default 127.0.0.1)")
     add("--port", metavar="N", type=int, default=None, help="default 8000; 0: any free one")
     add("--run-dir", metavar="DIR", default="", help="sockets, logs, generated configuration")
+    add("--metrics-compat", choices=("vllm", "sglang"), default="",
+        help="/metrics has the names of that server's dashboards too")  # fmt: skip
     add("--set", metavar="KEY=VALUE", action="append", default=[], dest="pairs",
         help="one setting, such as draft.enabled=false; may be repeated")  # fmt: skip
     add("--detach", action="store_true", help="return when ready, leave the set running")
@@ -93,6 +95,7 @@ def pairs_of(args: argparse.Namespace) -> list[str]:
         (args.model, "model.path"),
         (args.served_model_name, "model.served_name"),
         (args.host, "gateway.host"),
+        (args.metrics_compat, "observability.metrics_compat"),
     ):
         if value:
             pairs.append(f"{name}={value}")

@@ -22,7 +22,7 @@ import pytest
 from output_ids import ids_of
 
 from decant.protocol import messages as m
-from decant.protocol.config import Config, GatewayConfig, ModelConfig
+from decant.protocol.config import Config, GatewayConfig, ModelConfig, ObservabilityConfig
 from decant.protocol.wire import Sender, pack_ids
 from decant.services import gateway, tokenizer
 from decant.services.chat.vocabulary import Vocabulary
@@ -200,11 +200,13 @@ Start = Callable[..., Any]
 async def start(
     folder: Path, vocabulary: Vocabulary, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Start]:
-    """``await start(max_requests=2, ...)``: the set with these gateway settings."""
+    """``await start(max_requests=2, ...)``: the set with these gateway settings; ``compat`` is
+    ``observability.metrics_compat``.
+    """
     running: list[asyncio.Task[None]] = []
     stages: list[Backstage] = []
 
-    async def begin(**settings: Any) -> Backstage:
+    async def begin(compat: str = "", **settings: Any) -> Backstage:
         run_dir = Path("/tmp") / f"dg-{secrets.token_hex(4)}"
         run_dir.mkdir(mode=0o700)
         dirs.append(run_dir)
@@ -213,6 +215,7 @@ async def start(
             run_dir=str(run_dir),
             model=ModelConfig(path=str(folder), served_name=MODEL, max_context=CONTEXT),
             gateway=replace(GatewayConfig(), **settings),
+            observability=ObservabilityConfig(metrics_compat=compat),
         )
         stage = Backstage(config, vocabulary)
         stages.append(stage)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import json
@@ -14,6 +15,7 @@ import aiohttp
 import pytest
 
 from decant.protocol.messages import Failed
+from decant.services.commands import up
 
 MODEL = "test-model"
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
@@ -453,6 +455,26 @@ async def test_metrics_of_all_processes(stage: Any, http: aiohttp.ClientSession)
         x for x in text.splitlines() if x.startswith("decant_time_to_first_token_seconds_c")
     )
     assert line.endswith(" 1.0")
+
+
+@pytest.mark.parametrize("compat", ["vllm", "sglang"])
+async def test_metrics_compat(start: Any, http: aiohttp.ClientSession, compat: str) -> None:
+    """What ``decant up --metrics-compat`` sets: one server's names stand beside ours unasked."""
+    parser = argparse.ArgumentParser()
+    up.add_arguments(parser)
+    assert f"observability.metrics_compat={compat}" in up.pairs_of(
+        parser.parse_args(["--metrics-compat", compat])
+    )
+    stage = await start(compat=compat)
+    stage.say("one two" + EOS)
+    await post(http, stage, chat())
+    async with http.get(stage.base + "/metrics") as response:
+        lines = (await response.text()).splitlines()
+    [theirs] = [x for x in lines if x.startswith(f"{compat}:generation_tokens_total{{")]
+    [ours] = [x for x in lines if x.startswith("decant_generation_tokens_total{")]
+    assert theirs.rpartition(" ")[2] == ours.rpartition(" ")[2] == "3.0"
+    other = "sglang" if compat == "vllm" else "vllm"
+    assert not [x for x in lines if x.startswith(f"{other}:")]
 
 
 async def test_request_ids(stage: Any, http: aiohttp.ClientSession) -> None:
