@@ -1,5 +1,6 @@
-"""Plots as inline SVG: lines, points and stacked bars. No outside assets, no scripts; hovering
-shows an element's title. Colours follow the page's style sheet.
+"""Plots as SVG: lines, points and stacked bars. No outside assets, no scripts; hovering shows an
+element's title. ``plot`` and ``stacked`` give a figure for an HTML page, whose style sheet colours
+it; ``lines`` and ``bars`` give a ``Figure``, which is also a file of its own (``svg``).
 """
 
 from __future__ import annotations
@@ -15,12 +16,75 @@ WIDTH, HEIGHT = 560, 260
 LEFT, RIGHT, TOP, BOTTOM = 56, 12, 12, 40
 COLOURS = ("#2a6fb0", "#d1702a", "#3a8f5c", "#a8447c", "#7a6bc4", "#8a7a2e", "#5f6b76")
 MAX_POINTS = 2000
+STANDALONE = (
+    "text{font:11px system-ui,sans-serif;fill:#4a535c}.title{font-size:13px;font-weight:600;"
+    "fill:#1c2126}.grid{stroke:#d9dee3;stroke-width:.7}"
+)
 
 
 class Series(Struct, frozen=True):
     name: str
     points: Points
     is_dots: bool = False
+
+
+class Figure(Struct, frozen=True):
+    """A plot's inside and what stands around it."""
+
+    title: str
+    body: str
+    names: Sequence[str]
+    x_label: str
+    y_label: str
+
+    def html(self) -> str:
+        """For a page that has a style sheet."""
+        legend = "".join(
+            f'<span><i style="background:{COLOURS[i % len(COLOURS)]}"></i>{escape(name)}</span>'
+            for i, name in enumerate(self.names)
+        )
+        return (
+            f"<figure><figcaption>{escape(self.title)}</figcaption>"
+            f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(self.title)}">'
+            f'{self._inside()}</svg><div class="legend">{legend}</div></figure>'
+        )
+
+    def svg(self) -> str:
+        """A file of its own, with title and legend; the legend breaks into rows."""
+        rows: list[list[tuple[float, int, str]]] = [[]]
+        x = float(LEFT)
+        for i, name in enumerate(self.names):
+            width = 22 + 6.3 * len(name)
+            if x + width > WIDTH and rows[-1]:
+                rows.append([])
+                x = float(LEFT)
+            rows[-1].append((x, i, name))
+            x += width
+        legend = "".join(
+            f'<rect x="{x:.0f}" y="{y}" width="10" height="10" rx="2" '
+            f'fill="{COLOURS[i % len(COLOURS)]}"/>'
+            f'<text x="{x + 14:.0f}" y="{y + 9}">{escape(name)}</text>'
+            for y, row in ((HEIGHT + 30 + 16 * n, row) for n, row in enumerate(rows))
+            for x, i, name in row
+        )
+        height = HEIGHT + 34 + 16 * len(rows)
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
+            f'width="{WIDTH}" height="{height}" role="img"><title>{escape(self.title)}</title>'
+            f'<rect width="100%" height="100%" fill="#fff"/><style>{STANDALONE}</style>'
+            f'<text x="{LEFT}" y="16" class="title">{escape(self.title)}</text>'
+            f'<g transform="translate(0 22)">{self._inside()}</g>{legend}</svg>\n'
+        )
+
+    def _inside(self) -> str:
+        middle = (TOP + HEIGHT - BOTTOM) / 2
+        return (
+            f"{self.body}"
+            f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 6}" text-anchor="middle">'
+            f"{escape(self.x_label)}</text>"
+            f'<text transform="translate(12 {middle}) rotate(-90)" text-anchor="middle">'
+            f"{escape(self.y_label)}</text>"
+        )
 
 
 def ticks(low: float, high: float, num: int = 5) -> list[float]:
@@ -71,13 +135,21 @@ def cdf(name: str, values: Sequence[float]) -> Series:
 def plot(
     title: str, series: Sequence[Series], x_label: str, y_label: str, *, log_x: bool = False
 ) -> str:
-    """A figure with axes and a legend; an empty string if there is nothing to show."""
+    """``lines`` for a page; an empty string if there is nothing to show."""
+    found = lines(title, series, x_label, y_label, log_x=log_x)
+    return found.html() if found else ""
+
+
+def lines(
+    title: str, series: Sequence[Series], x_label: str, y_label: str, *, log_x: bool = False
+) -> Figure | None:
+    """Axes, lines or dots, and a legend; None if there is nothing to show."""
     shown = [Series(s.name, thin(s.points), s.is_dots) for s in series if s.points]
     if log_x:
         shown = [Series(s.name, [p for p in s.points if p[0] > 0], s.is_dots) for s in shown]
         shown = [s for s in shown if s.points]
     if not shown:
-        return ""
+        return None
     xs = [x for s in shown for x, _ in s.points]
     ys = [y for s in shown for _, y in s.points]
     low, high = min(xs), max(xs)
@@ -116,27 +188,35 @@ def plot(
             out.append(
                 f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.8"/>'
             )
-    return _figure(title, "".join(out), [s.name for s in shown], x_label, y_label)
+    return Figure(title, "".join(out), [s.name for s in shown], x_label, y_label)
 
 
 def stacked(
-    title: str, parts: Sequence[str], bars: Sequence[tuple[str, Sequence[float]]], y_label: str
+    title: str, parts: Sequence[str], values: Sequence[tuple[str, Sequence[float]]], y_label: str
 ) -> str:
-    """Stacked bars: ``bars`` is (name, a value for each of ``parts``)."""
-    if not bars:
-        return ""
-    top = max(max(math.fsum(values) for _, values in bars) * 1.05, 1e-9)
+    """``bars`` for a page; an empty string if there is nothing to show."""
+    found = bars(title, parts, values, y_label)
+    return found.html() if found else ""
+
+
+def bars(
+    title: str, parts: Sequence[str], values: Sequence[tuple[str, Sequence[float]]], y_label: str
+) -> Figure | None:
+    """Stacked bars: ``values`` is (name, a value for each of ``parts``)."""
+    if not values:
+        return None
+    top = max(max(math.fsum(one) for _, one in values) * 1.05, 1e-9)
 
     def y_at(y: float) -> float:
         return HEIGHT - BOTTOM - y / top * (HEIGHT - TOP - BOTTOM)
 
     out = [_y_axis(top, y_at)]
-    pitch = (WIDTH - LEFT - RIGHT) / len(bars)
-    for place, (name, values) in enumerate(bars):
+    pitch = (WIDTH - LEFT - RIGHT) / len(values)
+    for place, (name, one) in enumerate(values):
         x = LEFT + pitch * (place + 0.5)
         width = min(pitch * 0.7, 64)
         sum_ = 0.0
-        for number, (part, value) in enumerate(zip(parts, values, strict=True)):
+        for number, (part, value) in enumerate(zip(parts, one, strict=True)):
             colour = COLOURS[number % len(COLOURS)]
             y, height = y_at(sum_ + value), y_at(sum_) - y_at(sum_ + value)
             out.append(
@@ -149,7 +229,7 @@ def stacked(
             f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 14}" text-anchor="middle">'
             f"{escape(name)}</text>"
         )
-    return _figure(title, "".join(out), list(parts) if len(parts) > 1 else [], "", y_label)
+    return Figure(title, "".join(out), list(parts) if len(parts) > 1 else [], "", y_label)
 
 
 def _y_axis(top: float, y_at: Callable[[float], float]) -> str:
@@ -158,21 +238,4 @@ def _y_axis(top: float, y_at: Callable[[float], float]) -> str:
         f'y2="{y_at(v):.1f}"/><text x="{LEFT - 5}" y="{y_at(v) + 3.5:.1f}" text-anchor="end">'
         f"{label(v)}</text>"
         for v in ticks(0, top)
-    )
-
-
-def _figure(title: str, body: str, names: Sequence[str], x_label: str, y_label: str) -> str:
-    legend = "".join(
-        f'<span><i style="background:{COLOURS[i % len(COLOURS)]}"></i>{escape(name)}</span>'
-        for i, name in enumerate(names)
-    )
-    middle = (TOP + HEIGHT - BOTTOM) / 2
-    return (
-        f"<figure><figcaption>{escape(title)}</figcaption>"
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">{body}'
-        f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 6}" text-anchor="middle">'
-        f"{escape(x_label)}</text>"
-        f'<text transform="translate(12 {middle}) rotate(-90)" text-anchor="middle">'
-        f"{escape(y_label)}</text></svg>"
-        f'<div class="legend">{legend}</div></figure>'
     )

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +15,8 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 from real_set import RealSet, decant
 
-from decant.services import grafana
+from decant.protocol.config import ObservabilityConfig
+from decant.services import grafana, observers, panels, preflight
 
 pytestmark = pytest.mark.e2e
 RULES = Path(__file__).parents[2] / "supervisord" / "prometheus" / "rules.yml"
@@ -84,6 +89,45 @@ def test_bench_explains_the_run(real_set: RealSet, tmp_path: Path) -> None:
     assert found["acceptance"]["all"]["length"] >= 1
     assert found["correctness"] == {"checked": 2, "different": 0, "examples": []}
     assert found["pages"]["leaked"] == 0
+
+
+QUIET_PANELS = {  # show what a set without faults, limits or cached prompts does not have
+    "overview: Requests by state",
+}
+
+
+@pytest.mark.skipif(not shutil.which("prometheus"), reason="prometheus is not on PATH")
+def test_a_real_prometheus_answers_every_panel_and_rule(real_set: RealSet, tmp_path: Path) -> None:
+    """Scrape the set under load with the shipped job, ask what Grafana would ask, draw it."""
+    port = preflight.free_port("127.0.0.1")
+    settings = ObservabilityConfig(prometheus="prometheus", prometheus_port=port)
+    config = replace(real_set.config, run_dir=str(tmp_path), observability=settings)
+    observers.write(config)
+    job = tmp_path / "prometheus" / "prometheus.yml"
+    job.write_text(job.read_text().replace("_interval: 5s", "_interval: 1s"))
+    (program,) = observers.observers(config)
+    url = f"http://127.0.0.1:{port}"
+    with subprocess.Popen(program.command, stderr=subprocess.DEVNULL) as process:
+        try:
+            began = time.time()
+            while time.time() < began + 12:  # rates need several scrapes while tokens flow
+                real_set.chat("Sort these numbers: 7, 3, 9")
+            (up,) = panels.ask(url, "query", query='up{job="decant"}')["result"]
+            assert up["value"][1] == "1"
+            processes = panels.ask(url, "query", query="decant_up")["result"]
+            assert {"gateway-0", "decode-0", "prefill-0"} <= {
+                p["metric"]["instance"] for p in processes
+            }
+            text, empty = panels.page(
+                url, panels.Range(began, time.time(), "10s"), list(grafana.DASHBOARDS)
+            )
+            rules = panels.ask(url, "rules")["groups"]
+        finally:
+            process.terminate()
+            process.wait(20)
+    assert all(rule["health"] == "ok" for group in rules for rule in group["rules"])
+    assert "http://" not in text and "<script" not in text
+    assert set(empty) <= QUIET_PANELS, "no data: " + ", ".join(sorted(set(empty) - QUIET_PANELS))
 
 
 def test_top_shows_the_set(real_set: RealSet) -> None:

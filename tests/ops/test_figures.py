@@ -64,6 +64,19 @@ def test_the_commands_are_valid(figures: ModuleType) -> None:
         loadgen._options(args)
 
 
+def test_what_the_server_did_meanwhile(figures: ModuleType) -> None:
+    """Two steps of 10 ms on average and half a core for 4 s; what stood still is left out."""
+    step, draft = "decant_step_seconds", "decant_draft_wait_seconds"
+    cpu = f"{figures.CPU} decode-0"
+    before = {"time": 10.0, f"{step}_sum": 1.0, f"{step}_count": 50.0, cpu: 3.0,
+              f"{draft}_sum": 0.5, f"{draft}_count": 9.0}  # fmt: skip
+    after = {**before, "time": 14.0, f"{step}_sum": 1.02, f"{step}_count": 52.0, cpu: 5.0}
+    assert figures.served(before, after) == {
+        "times": {"engine_step": {"count": 2, "mean_ms": 10.0}},
+        "busy_cores": {"decode-0": 0.5},
+    }
+
+
 def test_table_of_a_measured_machine(figures: ModuleType, tmp_path: Path) -> None:
     machine = {"cores": 2, "cpu": "C", "torch": "2", "date": "2026-01-02T03:04+00:00",
                "commit": "abc"}  # fmt: skip
