@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import re
 import urllib.request
@@ -12,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from decant.loadgen import cli, probe, sweep
+from decant.loadgen import cli, probe, sweep, table
+from decant.loadgen.plan import Progress
 from decant.protocol.errors import InvalidRequest
 
 Bench = Callable[..., tuple[int, dict[str, Any]]]
@@ -153,6 +156,31 @@ def test_different_answers_are_found(bench: Bench) -> None:
     assert found["correctness"]["examples"][0]["text"]
 
 
+def test_mixed_slo_classes(bench: Bench) -> None:
+    """One class can be met and the other not: goodput and attainment count each by its own."""
+    code, found = bench(
+        *("--rate", 100, "--num", 40, "--output-len", 4),
+        *("--slo", "chat:0.5:ttft=20000", "--slo", "fast:0.5:ttft=1"),
+        mock={"ttft_ms": 20},
+    )
+    chat, fast = found["slo"]["chat"], found["slo"]["fast"]
+    assert code == 0 and chat["requests"] + fast["requests"] == 40
+    assert chat["attainment"] == 1 and fast["attainment"] == 0
+    assert found["slo_attainment"] == chat["requests"] / 40
+
+
+def test_live_progress() -> None:
+    """On a terminal: done of all, rate, TTFT, lateness, failures, over all workers."""
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=200)
+    with table.Live(10, console) as live:
+        live.update(0, Progress(4, 3, 0, 1, 60, [80_000_000], [50_000]))
+        live.update(1, Progress(3, 2, 1, 1, 40, [120_000_000], [50_000]))
+    text = out.getvalue()
+    assert "5/10" in text and "2 in flight" in text
+    assert "TTFT p50 100.0 ms" in text and "late p99 0.05 ms" in text and "1 failed" in text
+
+
 def test_leaked_pages_are_found(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe.settled_pages, "__defaults__", (0.5,))
     code, found = bench(*("--rate", 100, "--num", 4), mock={"fault": "leak"})
@@ -176,10 +204,10 @@ class Outside(HTMLParser):
 
 
 def test_outputs(bench: Bench, tmp_path: Path) -> None:
-    page, table, records = (tmp_path / n for n in ("r.html", "r.csv", "r.jsonl"))
+    page, rows_csv, records = (tmp_path / n for n in ("r.html", "r.csv", "r.jsonl"))
     code, found = bench(
         *("--rate", 100, "--num", 10, "--output-len", 6, "--content", "code"),
-        *("--html", page, "--csv", table, "--records", records, "--title", "<b>&"),
+        *("--html", page, "--csv", rows_csv, "--records", records, "--title", "<b>&"),
     )
     assert code == 0
     parser = Outside()
@@ -188,7 +216,7 @@ def test_outputs(bench: Bench, tmp_path: Path) -> None:
     assert parser.loads == []
     assert parser.figures >= 7
     assert "&lt;b&gt;&amp;" in text and "<b>&" not in text
-    rows = list(csv.DictReader(table.read_text().splitlines()))
+    rows = list(csv.DictReader(rows_csv.read_text().splitlines()))
     assert [r["outcome"] for r in rows] == ["ok"] * 10
     assert all(float(r["ttft_ms"]) > 0 and float(r["handoff_ms"]) == 0.5 for r in rows)
     assert len(records.read_text().splitlines()) == 10

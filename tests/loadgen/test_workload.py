@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import statistics
 from pathlib import Path
 from random import Random
 
 import pytest
 from msgspec.structs import replace
 
-from decant.loadgen import content, drive, traces
+from decant.loadgen import cli, content, drive, traces
 from decant.loadgen.metrics import Slo
+from decant.loadgen.plan import Request
 from decant.loadgen.workload import Options, Scale, build
 from decant.protocol.errors import InvalidRequest
 
@@ -114,6 +117,45 @@ def test_burstgpt_jsonl_and_csv(tmp_path: Path) -> None:
     csv = tmp_path / "b.csv"
     csv.write_text("Timestamp,Model,Request tokens,Response tokens\n5,m,472,18\n118,m,1087,230\n")
     assert traces.read_trace(csv, "burstgpt") == traces.read_trace(path, "burstgpt")
+
+
+def test_time_scale_of_burstgpt(tmp_path: Path) -> None:
+    rows: list[object] = [
+        {"Timestamp": at, "Request tokens": 9, "Response tokens": 9} for at in (10, 12, 18)
+    ]
+    path = write(tmp_path / "b.jsonl", rows)
+    plan = build(Options(dataset="burstgpt", path=path, time_scale=0.25), {}, [])
+    assert [r.due_ns for r in plan] == [0, 500_000_000, 2_000_000_000]
+
+
+@pytest.mark.parametrize(
+    ("words", "due_ms"),
+    [
+        ("--arrivals constant --rate 10 --num 3", [0, 100, 200]),
+        ("--arrivals burst --rate 4 --burst-size 2 --num 5", [0, 0, 500, 500, 1000]),
+    ],
+)
+def test_the_command_s_arrivals(words: str, due_ms: list[int]) -> None:
+    assert [r.due_ns // 1_000_000 for r in _plan(words)] == due_ms
+
+
+def test_the_command_s_gamma_and_ramp() -> None:
+    """gamma: burstiness 0.25 doubles the spread of gaps against Poisson; a ramp from 5 to 15 a
+    second has a quarter of its requests in the first 0.366 of the time (L(t) of arrivals.ramp).
+    """
+    due = [r.due_ns for r in _plan("--arrivals gamma --burstiness 0.25 --rate 100 --num 4000")]
+    gaps = [b - a for a, b in zip(due, due[1:], strict=False)]
+    assert 1.7 < statistics.pstdev(gaps) / statistics.fmean(gaps) < 2.3
+    due = [r.due_ns for r in _plan("--arrivals ramp --rate 5 --rate-to 15 --duration 200")]
+    assert 1850 < len(due) < 2150
+    early = sum(at < 73.2e9 for at in due) / len(due)
+    assert 0.22 < early < 0.28
+
+
+def _plan(words: str) -> list[Request]:
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    return build(cli._options(parser.parse_args(words.split())), SCALES, [])
 
 
 def test_sharegpt(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -16,14 +17,19 @@ from decant.loadgen import cli as loadgen
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(scope="module")
-def figures() -> ModuleType:
-    loader = SourceFileLoader("figures", str(ROOT / ".ci" / "figures"))
-    spec = importlib.util.spec_from_loader("figures", loader)
+def script(name: str) -> ModuleType:
+    """A script of .ci as a module."""
+    loader = SourceFileLoader(name, str(ROOT / ".ci" / name))
+    spec = importlib.util.spec_from_loader(name, loader)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def figures() -> ModuleType:
+    return script("figures")
 
 
 def test_readme_has_the_table_of_the_files(figures: ModuleType) -> None:
@@ -110,3 +116,17 @@ def test_table_of_a_measured_machine(figures: ModuleType, tmp_path: Path) -> Non
     assert cells["drafts accepted at position 1, 2"] == "90.0%, 80.0%"
     assert cells["right answers"].startswith("95.0% of 2 skills")
     assert "worst 90.0% (sub)" in cells["right answers"]
+
+
+def test_plots_of_the_report_are_those_of_the_files() -> None:
+    """Each is there, current, shown in the report, and needs nothing from outside."""
+    plots = script("plots")
+    report = (ROOT / "docs" / "report.md").read_text()
+    for name in plots.PLOTS:
+        path = ROOT / "docs" / "plots" / f"{name}.svg"
+        made = plots.text(name)
+        assert made, f"{name}: measurements are missing"
+        assert path.read_text(encoding="utf-8") == made, "python -P .ci/plots"
+        assert f"plots/{name}.svg" in report
+        ElementTree.fromstring(made)
+        assert "http" not in made.replace("http://www.w3.org/2000/svg", "")
