@@ -14,7 +14,7 @@ import argparse
 import json
 import statistics
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -49,13 +49,13 @@ class Clock:
     """Exclusive time by section: entering one stops the clock of the one around it."""
 
     def __init__(self) -> None:
-        self.spent: Counter[str] = Counter()
+        self.spent: defaultdict[str, float] = defaultdict(float)
         self._open = ["rest"]
         self._since = time.perf_counter()
 
     def _switch(self) -> None:
         now = time.perf_counter()
-        self.spent[self._open[-1]] += now - self._since  # type: ignore[assignment]
+        self.spent[self._open[-1]] += now - self._since
         self._since = now
 
     def wrap(self, function: Callable[..., Any], section: str) -> Callable[..., Any]:

@@ -95,3 +95,16 @@ def test_brackets_of_queries_match() -> None:
             elif sign in ")]}":
                 assert stack and stack.pop() + sign in ("()", "[]", "{}"), query
         assert not stack, query
+
+
+@pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="there is no systemd here")
+def test_the_systemd_unit(tmp_path: Path) -> None:
+    """systemd knows every line of it; only the command of the example is not there."""
+    unit = tmp_path / "decant.service"
+    text = (FOLDER / "decant.service").read_text()
+    assert text.count("/srv/decant/.venv/bin/decant ") == 2
+    unit.write_text(text.replace("/srv/decant/.venv/bin/decant ", "/bin/true "))
+    done = subprocess.run(
+        ["systemd-analyze", "verify", str(unit)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0 and "decant.service" not in done.stderr, done.stderr
