@@ -150,7 +150,8 @@ def show(rows: dict[str, Figures]) -> float:
     for title, key, _ in PAIRS:
         for part, _ in PARTS:
             values = [rows[n][key, part] for n in names]
-            apart = 100 * (rows["decant"][key, part] / rows["AIPerf"][key, part] - 1)
+            mine, other = rows["decant"][key, part], rows["AIPerf"][key, part]
+            apart = 100 * (mine / other - 1) if other else float("inf") if mine else 0.0
             if part in ("mean", "p50") and key != "e2e":
                 worst = max(worst, abs(apart))
             cells = "".join(f"{v:12.3f}" for v in values)
