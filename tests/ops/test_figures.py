@@ -39,10 +39,13 @@ def test_readme_has_the_table_of_the_files(figures: ModuleType) -> None:
     assert part.strip() == figures.table().strip(), "python -P .ci/figures table"
 
 
-def test_demo_page_has_the_scores_of_the_files(figures: ModuleType) -> None:
+@pytest.mark.parametrize("name", ["scores", "fidelity", "same"])
+def test_demo_page_has_what_the_files_say(figures: ModuleType, name: str) -> None:
     text = (ROOT / "docs" / "demo-model.md").read_text()
-    part = text.split(figures.SCORES_BEGIN)[1].split(figures.SCORES_END)[0]
-    assert part.strip() == figures.scores().strip(), "python -P .ci/figures table"
+    begin, end = getattr(figures, f"{name.upper()}_BEGIN"), getattr(figures, f"{name.upper()}_END")
+    assert text.count(begin) == text.count(end) == 1
+    part = text.split(begin)[1].split(end)[0]
+    assert part.strip() == getattr(figures, name)().strip(), "python -P .ci/figures table"
 
 
 def test_scores_of_two_files(figures: ModuleType, tmp_path: Path) -> None:
@@ -56,6 +59,18 @@ def test_scores_of_two_files(figures: ModuleType, tmp_path: Path) -> None:
         "| essential | 9 | 10 | 90.0% | 75.0% | 2.50 |\n| bonus | 9 | 10 | 90.0% | - | - |" in text
     )
     assert "position 1: 75.0% (the others, `eval-bonus.json`)" in text
+
+
+def test_fidelity_and_same_answers(figures: ModuleType, tmp_path: Path) -> None:
+    row = {"answers": 20, "share": 0.95, "perplexity": 1.01, "perplexity_of_all_tokens": 7.5}
+    skills = {"add": {"served": row, "simulated": {**row, "share": 0.9}}}
+    (tmp_path / "fidelity.json").write_text(json.dumps({"skills": skills}))
+    line = figures.fidelity(tmp_path).splitlines()[-1]
+    assert line == "| add | 20 | 95.0%, 90.0%, - | 1.0100, 1.0100, - | 7.500, 7.500, - |"
+    settings = {"two ranks": {"different": 0, "different_asked_again": 1,
+                              "cached_tokens_asked_again": 2560}}  # fmt: skip
+    (tmp_path / "same-answers.json").write_text(json.dumps({"prompts": 9, "settings": settings}))
+    assert figures.same(tmp_path).splitlines()[-1] == "| two ranks | 0 | 1 | 9 | 2,560 |"
 
 
 def test_the_commands_are_valid(figures: ModuleType) -> None:
