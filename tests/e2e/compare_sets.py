@@ -23,11 +23,9 @@ from decant.engine.demo.prompts import Case, cases
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from real_set import RealSet  # noqa: E402
 
-SKILLS = (
-    "sub", "sort", "memory", "tools", "tools-new", "tool-result", "json", "think-sub", "story",
-    "recall@300", "recall-number@300",
-)  # fmt: skip
-LONG = ("recall@2000", "recall-number@2000")  # a fifth as many
+SKILLS = ("sub", "sort", "memory", "json", "think-sub", "story", "recall@300", "recall-number@300")
+# A fifth as many, since their prompts are longer: several pages.
+LONG = ("tools", "tools-new", "tool-result", "no-tool", "recall@2000", "recall-number@2000")
 SETTINGS: dict[str, tuple[str, list[str]]] = {
     "demo": ("demo", []),
     "no drafts": ("demo", ["draft.enabled=false"]),
