@@ -85,7 +85,7 @@ def load_engine(config: Config, role: str) -> Engine:
     start: with several ranks it forks.
 
     Raises: ConfigError, CheckpointError."""
-    if config.device == "cuda":
+    if config.device == "cuda" or config.gpu.twin:
         from decant.engine.gpu.device import check_gpu
 
         check_gpu(config)  # without a GPU nothing else needs to be loaded
@@ -101,7 +101,7 @@ def load_draft(config: Config) -> DraftEngine:
     """The MTP layer. Call it from the main thread, before other threads start.
 
     Raises: ConfigError, CheckpointError."""
-    if config.device == "cuda":
+    if config.device == "cuda" or config.gpu.twin:
         from decant.engine.gpu.device import check_gpu
 
         check_gpu(config)

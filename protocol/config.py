@@ -124,6 +124,7 @@ class GpuConfig:
     mps: bool = False  # start an MPS daemon: processes of one GPU run side by side
     collectives: str = "auto"  # how ranks sum: ipc (one-shot), nccl, gloo; auto: what works
     start_s: float = 600.0  # a rank may load, compile and capture for so long
+    twin: bool = False  # with device = cpu: the GPU engine's code in plain torch, slow, for tests
 
 
 @dataclass(frozen=True)
@@ -193,6 +194,7 @@ class Config:
             self.gpu.collectives in ("auto", "ipc", "nccl", "gloo"),
             f"gpu.collectives is auto, ipc, nccl or gloo, not {self.gpu.collectives!r}",
         )
+        need(not self.gpu.twin or self.device == "cpu", "gpu.twin is for device = cpu")
         need(not self.gpu.mps or self.device == "cuda", "gpu.mps needs device = cuda")
         for pool in (self.prefill, self.decode):
             need(pool.cache_pages >= 0, "cache_pages is at least 0")

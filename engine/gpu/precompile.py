@@ -1,0 +1,174 @@
+"""Compile the kernels of a rank's steps in parallel, before anything waits for them.
+
+Triton compiles a kernel when it is launched, one after the other: minutes at real width. Here the
+steps run *dry* first (no kernel is compiled or launched, only noted), then worker processes compile
+what was noted into Triton's cache on disk, which the launches find. Nothing here runs a kernel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from decant.engine.gpu.model import GpuModel
+from decant.engine.gpu.runner import Runner
+from decant.engine.interface import PrefillChunk
+from decant.kernels import cuda
+
+log = logging.getLogger("decant.engine.gpu")
+
+BUDGET_S = 240.0
+CHUNKS = (1, 17, 65, 130, 300, 600, 1100)  # rows of a prompt's pieces: a kernel's configurations
+
+
+class Target:
+    """A driver that knows its architecture and has no device: enough to compile."""
+
+    def __init__(self, arch: int) -> None:
+        self._arch = arch
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self._arch, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@contextlib.contextmanager
+def without_device(arch: int) -> Iterator[None]:
+    """Triton compiles for ``arch`` (90, 120) whatever this machine has."""
+    from triton.runtime.driver import driver
+
+    before = driver._active
+    driver.set_active(Target(arch))  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        driver._active = before
+
+
+def note(run: Callable[[], object]) -> list[dict[str, str]]:
+    """Run something dry. Returns: {module, name, data} of every kernel that it would compile."""
+    from triton import knobs
+
+    found: dict[str, dict[str, str]] = {}
+
+    def hook(**given: Any) -> bool:
+        data = given["compile"]["specialization_data"]
+        function = given["fn"].jit_function
+        name = function.fn.__qualname__
+        found[name + data] = {"module": function.fn.__module__, "name": name, "data": data}
+        return True  # neither compiled nor launched
+
+    before, launch = knobs.runtime.jit_cache_hook, cuda.launch
+    knobs.runtime.jit_cache_hook = hook  # type: ignore[assignment]
+    cuda.launch = lambda *args, **more: None  # type: ignore[assignment]
+    try:
+        run()
+    finally:
+        knobs.runtime.jit_cache_hook = before
+        cuda.launch = launch
+    return list(found.values())
+
+
+def compile_all(
+    wanted: Sequence[dict[str, str]], arch: int, workers: int = 0, budget_s: float = BUDGET_S
+) -> int:
+    """Compile in worker processes. Returns: kernels compiled; what fails or is late is compiled
+    when it is launched, which says what is wrong with it."""
+    if not wanted:
+        return 0
+    workers = min(len(wanted), workers or max(1, (os.cpu_count() or 2) - 1))
+    command = [sys.executable, "-P", "-m", "decant.engine.gpu.precompile"]
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
+    running = []
+    for i in range(workers):
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+        assert process.stdin is not None
+        process.stdin.write(json.dumps({"arch": arch, "kernels": list(wanted[i::workers])}))
+        process.stdin.close()
+        process.stdin = None  # else communicate() would flush what is closed
+        running.append(process)
+    deadline, done = time.monotonic() + budget_s, 0
+    for process in running:
+        try:
+            out, _ = process.communicate(timeout=max(0.1, deadline - time.monotonic()))
+            done += int(out.strip().splitlines()[-1]) if out.strip() else 0
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+    return done
+
+
+@torch.inference_mode()
+def dry_steps(
+    model: GpuModel, runner: Runner, buckets: Sequence[tuple[int, int]], chunk_rows: int
+) -> None:
+    """Decode steps of ``buckets`` (sequences, rows each) and pieces of a prompt."""
+    for num, size in buckets:
+        rows, _ = runner.static_rows(num, size)
+        runner._step(rows)
+    length = runner.width * runner.pool.layout.page_tokens
+    for count in sorted({min(c, chunk_rows, length) for c in (*CHUNKS, chunk_rows)}):
+        pages = -(-count // runner.pool.layout.page_tokens)
+        ids = np.zeros(count, np.int32)
+        runner.prefill(PrefillChunk(0, 0, ids, tuple(range(pages))))
+
+
+def prepare(
+    model: GpuModel, make_runner: Callable[[GpuModel], Runner], buckets: Sequence[tuple[int, int]]
+) -> None:
+    """Fill Triton's cache for a rank's steps. make_runner: a runner of a model on a pool that
+    nobody uses yet. Needs no kernel that is right: a wrong one is found by the probe."""
+    if model.ops.device.type != "cuda" or not model.ops.enabled:
+        return
+    began = time.monotonic()
+    alone = replace(model, comm=None)  # the other ranks are not asked
+    runner = make_runner(alone)
+    wanted = note(lambda: dry_steps(alone, runner, buckets, runner.chunk_rows))
+    noted = time.monotonic() - began
+    arch = int(model.ops.arch.removeprefix("sm_"))
+    done = compile_all(wanted, arch)
+    log.info(
+        "%d of %d kernels compiled in %.1f s (noted in %.1f s)",
+        done, len(wanted), time.monotonic() - began, noted,
+    )  # fmt: skip
+
+
+def main() -> int:
+    """A worker: {arch, kernels} on stdin, the number compiled on stdout."""
+    job = json.load(sys.stdin)
+    done = 0
+    with without_device(job["arch"]):
+        for kernel in job["kernels"]:
+            function = getattr(importlib.import_module(kernel["module"]), kernel["name"])
+            try:
+                function.preload(kernel["data"])
+                done += 1
+            except Exception as error:  # noqa: BLE001  the launch will say it again
+                print(f"{kernel['name']}: {error}"[:300], file=sys.stderr)
+    print(done)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
