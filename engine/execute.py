@@ -11,7 +11,7 @@ import numpy as np
 from decant.engine.decode_batch import DecodePlan, Mask, StepOutput, sampler_rows
 from decant.engine.handoff import Pull
 from decant.engine.host_tier import HostTier, Move
-from decant.engine.interface import F32, DrawingEngine, Engine
+from decant.engine.interface import F32, DrawingEngine, Engine, page_checksums
 from decant.engine.page_cache import Seal
 from decant.engine.prefill_scheduler import PrefillOutput, PrefillPlan
 from decant.engine.sampler import Draw, Row, Sampler
@@ -124,7 +124,8 @@ def execute_prefill(
         if not is_same:
             return PrefillOutput([], is_corrupt=True)
     scores = engine.step(plan.step).scores if plan.step.chunk is not None else None
-    checksums = [engine.page_checksum(page, num_tokens) for page, num_tokens in plan.publish]
+    published = [page for page, _ in plan.publish]
+    checksums = page_checksums(engine, published, [n for _, n in plan.publish])
     if hit and tuple(checksums[: len(hit.checksums)]) != hit.checksums:
         return PrefillOutput([], is_corrupt=True)
     slot_checksum = open_checksum = 0
@@ -146,8 +147,9 @@ def execute_pull(engine: Engine, pull: Pull) -> None:
 
     Raises: HandoffError.
     """
-    for page, checksum in zip(pull.kept, pull.kept_checksums, strict=True):
-        if engine.page_checksum(page, engine.page_tokens) != checksum:
+    found = page_checksums(engine, pull.kept, [engine.page_tokens] * len(pull.kept))
+    for page, checksum, here in zip(pull.kept, pull.kept_checksums, found, strict=True):
+        if here != checksum:
             raise HandoffError(f"cached page {page} is not what it was", page=page)
     engine.pull_pages(pull.peer, pull.source, pull.target, pull.num_tokens, pull.checksums)
     if pull.is_last:
@@ -158,4 +160,4 @@ def execute_pull(engine: Engine, pull: Pull) -> None:
 
 def execute_seal(engine: Engine, seal: Seal) -> list[int]:
     """Checksums of full pages. In the copying thread."""
-    return [engine.page_checksum(page, engine.page_tokens) for page in seal.pages]
+    return page_checksums(engine, seal.pages, [engine.page_tokens] * len(seal.pages))

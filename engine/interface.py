@@ -262,3 +262,14 @@ class DraftEngine(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+def page_checksums(
+    engine: Engine, pages: Sequence[int], num_tokens: Sequence[int]
+) -> list[int]:
+    """Of several pages, at once where the engine can."""
+    several = getattr(engine, "page_checksums", None)
+    if several is not None:
+        found: list[int] = several(pages, num_tokens)
+        return found
+    return [engine.page_checksum(p, n) for p, n in zip(pages, num_tokens, strict=True)]

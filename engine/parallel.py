@@ -29,6 +29,7 @@ from decant.engine.interface import (
     SlotRows,
     StepPlan,
     StepResult,
+    page_checksums,
 )
 from decant.engine.kv_layout import KVLayout
 from decant.engine.load import group_name, max_context, model_folder, pool_prefix
@@ -181,6 +182,9 @@ class GroupEngine:
 
     def page_checksum(self, page: int, num_tokens: int) -> int:
         return self._own.page_checksum(page, num_tokens)
+
+    def page_checksums(self, pages: Sequence[int], num_tokens: Sequence[int]) -> list[int]:
+        return page_checksums(self._own, pages, num_tokens)
 
     def slot_checksum(self, slot: int, num_tokens: int) -> int:
         return self._own.slot_checksum(slot, num_tokens)

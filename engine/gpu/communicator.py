@@ -22,6 +22,7 @@ from decant.protocol.errors import ConfigError, DecantError
 log = logging.getLogger("decant.engine.gpu")
 
 NCCL_GATHER_ROWS = 512  # up to so many rows the sum is taken here, in rank order
+HOST_WAIT_S = 900.0  # at start one rank compiles for all
 WAYS = ("ipc", "nccl", "gloo")
 
 
@@ -98,7 +99,7 @@ class GlooCommunicator(_Unbounded):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         self.rank, self.size, self.can_capture = rank, size, device.type == "cpu"
         self.store = dist.FileStore(file, size)
-        timeout = timedelta(seconds=GATHER_WAIT_S)
+        timeout = timedelta(seconds=HOST_WAIT_S)
         self._ranks = dist.ProcessGroupGloo(dist.PrefixStore("gloo", self.store), rank, size,
                                             timeout)  # fmt: skip
 

@@ -256,12 +256,13 @@ class GpuEngine:
     ) -> None:
         """See interface.Engine. An empty ``checksums`` skips that check."""
         pool = self._peers.get(peer)
-        wanted: Sequence[int | None] = checksums or [None] * len(source)
         with self._copying():
-            for s, t, n, checksum in zip(source, target, num_tokens, wanted, strict=True):
-                self.pool.pull_page(pool, s, t)
-                pool.check()
-                if checksum is not None and self.pool.page_checksum(t, n) != checksum:
+            self.pool.pull_pages(pool, source, target)
+            if not checksums:
+                return
+            found = self.pool.page_checksums(target, num_tokens)
+            for s, checksum, here in zip(source, checksums, found, strict=True):
+                if checksum != here:
                     raise HandoffError(f"page {s} of {peer} does not match its checksum", page=s)
 
     @torch.inference_mode()
@@ -281,6 +282,13 @@ class GpuEngine:
     @torch.inference_mode()
     def page_checksum(self, page: int, num_tokens: int) -> int:
         return self.pool.page_checksum(page, num_tokens)
+
+    @torch.inference_mode()
+    def page_checksums(self, pages: Sequence[int], num_tokens: Sequence[int]) -> list[int]:
+        """``page_checksum`` of several, with one wait for the device. On a stream of its own, so
+        that it may run beside steps."""
+        with self._copying():
+            return self.pool.page_checksums(pages, num_tokens)
 
     @torch.inference_mode()
     def slot_checksum(self, slot: int, num_tokens: int) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import secrets
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from decant.engine.gpu.layout import GpuLayout
 from decant.engine.gpu.memory import Memory, create_memory, open_memory
 from decant.kernels.layout import Part
+from decant.kernels.page_copy import copy_pages
 from decant.protocol.errors import HandoffError, KVPageError
 from decant.protocol.messages import PoolHandle
 
@@ -174,27 +176,40 @@ class GpuPool:
 
     # -- checksums and copies ----------------------------------------------------------------------
 
-    def _checksum(self, kind: str, extent: Tensor, live: np.ndarray) -> int:
-        """Sum of live 32-bit words, each times an odd number of its place, folded to 32 bits."""
+    def _checksums(self, kind: str, extents: list[Tensor], live: list[np.ndarray]) -> list[int]:
+        """Sums of live 32-bit words, each times an odd number of its place, folded to 32 bits. One
+        copy to the host for all extents."""
+        if not extents:
+            return []
         if kind not in self._words:
             groups = self.layout.page_groups if kind == "page" else self.layout.slot_groups
-            row = torch.from_numpy(self.layout.word_rows(groups, extent.numel()))
+            row = torch.from_numpy(self.layout.word_rows(groups, extents[0].numel()))
             place = torch.arange(len(row)) * 0x9E37_79B1
             factor = torch.where(row >= 0, place | 1, 0)
             self._words[kind] = row.clamp(min=0).to(self.device), factor.to(self.device)
         row, factor = self._words[kind]
-        is_live = torch.from_numpy(live).to(self.device)
-        words = extent.view(torch.int32)
-        total = int((words * factor * is_live[row]).sum())
-        return (total ^ (total >> 32)) & 0xFFFF_FFFF
+        is_live = torch.from_numpy(np.stack(live)).to(self.device)
+        totals = [
+            # a whole page, the common case, needs no look at its rows
+            (e.view(torch.int32) * factor).sum()
+            if rows.all()
+            else (e.view(torch.int32) * factor * is_live[i][row]).sum()
+            for i, (e, rows) in enumerate(zip(extents, live, strict=True))
+        ]
+        return [(t ^ (t >> 32)) & 0xFFFF_FFFF for t in torch.stack(totals).tolist()]
+
+    def page_checksums(self, pages: Sequence[int], num_tokens: Sequence[int]) -> list[int]:
+        """Of pages with so many live tokens each."""
+        extents = [self._page(page) for page in pages]
+        live = [self.layout.live_page_rows(n) for n in num_tokens]
+        return self._checksums("page", extents, live)
 
     def page_checksum(self, page: int, num_tokens: int) -> int:
-        extent = self._page(page)
-        return self._checksum("page", extent, self.layout.live_page_rows(num_tokens))
+        return self.page_checksums([page], [num_tokens])[0]
 
     def slot_checksum(self, slot: int, num_tokens: int) -> int:
-        extent = self._slot(slot)
-        return self._checksum("slot", extent, self.layout.live_slot_rows(num_tokens))
+        live = self.layout.live_slot_rows(num_tokens)
+        return self._checksums("slot", [self._slot(slot)], [live])[0]
 
     def _save(self, extent: Tensor) -> bytes:
         """A page's or slot's bytes in host memory."""
@@ -221,9 +236,33 @@ class GpuPool:
     def clear_slot(self, slot: int) -> None:
         self._slot(slot).zero_()
 
+    def pull_pages(
+        self, source: GpuPool, pages: Sequence[int], targets: Sequence[int]
+    ) -> None:
+        """Copy pages of ``source`` (which may be this pool), gathered by one kernel a piece.
+        Raises: HandoffError if the exporter went away meanwhile: what was copied is void then."""
+        for page, target in zip(pages, targets, strict=True):
+            source._page(page)
+            self._page(target)
+        at_once = max(1, PIECE_BYTES // self.layout.page_bytes)
+        for at in range(0, len(pages), at_once):
+            if source is not self:
+                source.check()
+            some, kept = pages[at : at + at_once], targets[at : at + at_once]
+            if self.device.type == "cuda":
+                index = torch.tensor([list(some), list(kept)], device=self.device)
+                copy_pages(source.pages, self.pages, index[0], index[1])
+            else:
+                for page, target in zip(some, kept, strict=True):
+                    self.pages[target].copy_(source.pages[page])
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        if source is not self:
+            source.check()
+
     def pull_page(self, source: GpuPool, page: int, target: int) -> None:
         """Copy a page of ``source`` (which may be this pool). Raises: HandoffError."""
-        self._pull(source, source._page(page), self._page(target))
+        self.pull_pages(source, [page], [target])
 
     def pull_slot(self, source: GpuPool, slot: int, target: int) -> None:
         """Copy a slot of ``source`` (which may be this pool). Raises: HandoffError."""

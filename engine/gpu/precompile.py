@@ -57,7 +57,7 @@ def without_device(arch: int) -> Iterator[None]:
     from triton.runtime.driver import driver
 
     before = driver._active
-    driver.set_active(Target(arch))  # type: ignore[arg-type]
+    driver.set_active(Target(arch))
     try:
         yield
     finally:
@@ -78,8 +78,8 @@ def note(run: Callable[[], object]) -> list[dict[str, str]]:
         return True  # neither compiled nor launched
 
     before, launch = knobs.runtime.jit_cache_hook, cuda.launch
-    knobs.runtime.jit_cache_hook = hook  # type: ignore[assignment]
-    cuda.launch = lambda *args, **more: None  # type: ignore[assignment]
+    knobs.runtime.jit_cache_hook = hook
+    cuda.launch = lambda *args, **more: None
     try:
         run()
     finally:

@@ -29,6 +29,9 @@ TOLERANCES = {
 }  # fmt: skip
 
 
+PROBED = [(1, 1), (2, 3)]  # sequences and rows each of the decode steps that are compared
+
+
 @torch.inference_mode()
 def probe(
     model: GpuModel,
@@ -36,7 +39,7 @@ def probe(
     device: torch.device,
     name: str,
     prompt: int = 300,
-    buckets: Sequence[tuple[int, int]] = ((1, 1), (2, 3)),
+    buckets: Sequence[tuple[int, int]] = PROBED,
 ) -> dict[str, Compared]:
     """Prefill a prompt and decode some rows with both paths, on a small pool of its own; switches
     off the kernels that are wrong. name: prefix of the pool. buckets: (sequences, rows each).

@@ -7,6 +7,7 @@ agree on how to sum and on the kernels that are right, and capture the same grap
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,14 +18,15 @@ from decant.engine.gpu.device import choose_device
 from decant.engine.gpu.draft import GpuDraftEngine
 from decant.engine.gpu.engine import GpuEngine
 from decant.engine.gpu.group import GpuGroupDraft, GpuGroupEngine
-from decant.engine.gpu.header import Sizes, StepHeader, bucket_of
+from decant.engine.gpu.header import BUCKETS, Sizes, StepHeader, bucket_of
 from decant.engine.gpu.layout import GpuLayout, check_shape
 from decant.engine.gpu.memory import pin
 from decant.engine.gpu.model import GpuModel
 from decant.engine.gpu.ops import ALL, Ops
 from decant.engine.gpu.pool import GpuPool
-from decant.engine.gpu.probe import probe
-from decant.engine.gpu.runner import PEER_WAIT_S
+from decant.engine.gpu.precompile import compile_all, note, prepare
+from decant.engine.gpu.probe import PROBED, probe
+from decant.engine.gpu.runner import PEER_WAIT_S, Runner
 from decant.engine.gpu.weights import load_weights
 from decant.engine.load import instance_number, max_context, model_folder, pool_prefix
 from decant.engine.parallel import locked, start_group
@@ -82,6 +84,28 @@ def _model(
     return GpuModel(checkpoint.shape, weights, ops, comm)
 
 
+def _compile(
+    config: Config, model: GpuModel, layout: GpuLayout, context: int, role: str, drafts: int
+) -> None:
+    """Rank 0 compiles for all ranks, which have the same shapes; the others wait."""
+    device, comm = model.ops.device, model.comm
+    if device.type != "cuda":
+        return
+    if comm is None or comm.rank == 0:
+        chunk = max(config.prefill.chunk_tokens, 128)
+        pool = GpuPool.create("", layout, -(-chunk // layout.page_tokens), 1, device)
+        try:
+            most = bucket_of(config.decode.max_batch) if role == "decode" else 1
+            sizes = range(1, 2 + drafts) if role == "decode" else (1,)
+            buckets = [(num, size) for num in BUCKETS if num <= most for size in sizes]
+            buckets += PROBED
+            prepare(model, lambda alone: Runner(alone, pool, context, chunk), buckets)
+        finally:
+            pool.close()
+    if comm is not None:
+        comm.host_gather([0])
+
+
 def build_engine(
     config: Config,
     role: str,
@@ -99,8 +123,11 @@ def build_engine(
     layout = GpuLayout(shape, config.kv.page_tokens, config.kv.max_drafts)
     comm = _join(config, role, room, rank, file, device, shape)
     prefix = f"{pool_prefix(config, role)}-{rank}"
+    context = max_context(config, shape)
     model = _model(checkpoint, device, True, "keys", kernels, comm)
     checkpoint.close()
+    drafts = config.draft.num_drafts if config.draft.enabled else 0
+    _compile(config, model, layout, context, role, drafts)
     if kernels is None:
         probe(model, layout, device, prefix + "-probe")
     _agree(model.ops, comm)
@@ -110,16 +137,15 @@ def build_engine(
     engine = GpuEngine(
         model,
         pool,
-        max_context(config, shape),
+        context,
         config.kv.max_drafts,
         checkpoint.model_hash,
         max(config.prefill.chunk_tokens, 128),
         header,
     )
     if graphs and role == "decode" and device.type == "cuda":
-        rows = 1 + (config.draft.num_drafts if config.draft.enabled else 0)
         with torch.inference_mode():
-            engine.runner.capture_all(config.decode.max_batch, rows)
+            engine.runner.capture_all(config.decode.max_batch, 1 + drafts)
     if comm is not None:
         comm.patience(PEER_WAIT_S)
     return engine
@@ -156,6 +182,21 @@ def start_engine(
     return GpuGroupEngine(own, followers, handles)
 
 
+def _compile_draft(engine: GpuDraftEngine, max_batch: int) -> None:
+    """As ``_compile``, for what proposals run."""
+    model = engine.model
+    comm = model.comm
+    if engine.device.type != "cuda":
+        return
+    if comm is None or comm.rank == 0:
+        engine.model = replace(model, comm=None)
+        wanted = note(lambda: engine.warm_up(max_batch))
+        engine.model = model
+        compile_all(wanted, int(model.ops.arch.removeprefix("sm_")))
+    if comm is not None:
+        comm.host_gather([0])
+
+
 def build_draft(
     config: Config, checkpoint: Checkpoint, rank: int, file: str, kernels: set[str] | None
 ) -> GpuDraftEngine:
@@ -170,6 +211,7 @@ def build_draft(
     _agree(model.ops, comm)
     drafts, name = config.kv.max_drafts, checkpoint.model_hash
     engine = GpuDraftEngine(model, layout, device, drafts, name, rank)
+    _compile_draft(engine, config.decode.max_batch)
     engine.warm_up(config.decode.max_batch)
     if comm is not None:
         comm.patience(PEER_WAIT_S)

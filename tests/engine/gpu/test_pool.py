@@ -91,6 +91,11 @@ def test_checksum_sees_live_words_only(layout: GpuLayout) -> None:
         assert pool.page_checksum(1, 8) != before
         assert pool.page_checksum(1, 12) != pool.page_checksum(1, 8)
         assert 0 <= before < 1 << 32
+        several = pool.page_checksums([1, 0, 1], [8, 128, 128])  # at once, a full page among them
+        assert several == [pool.page_checksum(p, n) for p, n in ((1, 8), (0, 128), (1, 128))]
+        part = layout.pages.keys[1]
+        pool.pages[1, part.offset] ^= 1
+        assert pool.page_checksum(1, 128) != several[2]
     finally:
         pool.close()
 
