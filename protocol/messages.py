@@ -179,6 +179,7 @@ class Peers(Message, frozen=True, tag="peers", omit_defaults=True):
     is_ready: bool = False  # a complete chain exists and admission is open
     why: str = ""  # if not: one sentence
     is_full: bool = False  # a complete chain exists, but the queue is full: 429 at once
+    retry_after_s: float = 0.0  # if it is full: when there may be room
 
 
 class Heartbeat(Message, frozen=True, tag="heartbeat", omit_defaults=True):

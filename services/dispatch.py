@@ -556,7 +556,8 @@ class Dispatcher:
 
     def _peers(self) -> m.Peers:
         why = self.why_not_ready()
-        return m.Peers(self.membership.peers(), not why, why, why == FULL)
+        retry_after_s = self.admission.retry_after_s() if why == FULL else 0.0
+        return m.Peers(self.membership.peers(), not why, why, why == FULL, retry_after_s)
 
     # ---- for the administrator and the metrics (see ``router_state.py``)
 

@@ -278,9 +278,12 @@ class Gateway:
         """Count a model request. Raises: QueueFull."""
         if self.num_in_flight >= self._config.gateway.max_requests:
             raise QueueFull(f"{self.num_in_flight} requests are running; try later")
+        key, peers = request[KEY], self._client.peers
+        if peers.is_full and self._client.has_chain and key.num_running == self.num_in_flight > 0:
+            # All others are of this key too: the router would not put one of them out for it.
+            raise QueueFull("the queue is full; try later", max(1.0, peers.retry_after_s))
         self.num_in_flight += 1
         self._metrics.http_active.set(self.num_in_flight)
-        key = request[KEY]
         try:
             with key.running():
                 await self._wait_ready()

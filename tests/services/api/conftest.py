@@ -76,6 +76,7 @@ class Backstage:
         self.config, self.vocabulary = config, vocabulary
         self.script = Script()
         self.is_ready = True
+        self.is_full = False
         self.generates: list[m.Generate] = []
         self.traces: list[str] = []  # traceparent of each
         self.prompts: list[list[int]] = []
@@ -141,6 +142,8 @@ class Backstage:
             [p for p, _ in self._peers.values()],
             self.is_ready,
             "" if self.is_ready else "no decode process",
+            self.is_full,
+            7.0 if self.is_full else 0.0,
         )
         for _, identity in self._peers.values():
             await self._router.send(identity, peers)

@@ -358,6 +358,31 @@ async def test_too_many_requests(start: Any, http: aiohttp.ClientSession) -> Non
     assert limited[1]["error"]["type"] == "rate_limit_error" and limited[2]["Retry-After"]
 
 
+async def test_a_full_queue_is_known_at_the_door(
+    start: Any, http: aiohttp.ClientSession, tmp_path: Path
+) -> None:
+    """Who has all the requests is refused without a word to anybody; for another key the router
+    may put one of them out.
+    """
+    file = tmp_path / "keys"
+    file.write_text("one\ntwo\n")
+    stage = await start(keys_file=str(file))
+    stage.is_full, stage.is_ready = True, False
+    await stage.tell_peers()
+    await asyncio.sleep(0.05)
+    one, two = ({"headers": {"Authorization": f"Bearer {key}"}} for key in ("one", "two"))
+    stage.say("slow answer" + EOS, start_s=1.0)
+    first = asyncio.create_task(post(http, stage, chat(), **one))
+    while not stage.generates:
+        await asyncio.sleep(0.01)
+    status, body, headers = await post(http, stage, chat(), **one)
+    assert (status, body["error"]["code"], headers["Retry-After"]) == (429, "queue_full", "7")
+    assert len(stage.generates) == 1
+    assert (await post(http, stage, chat(), **two))[0] == 200 and len(stage.generates) == 2
+    assert (await first)[0] == 200
+    assert (await post(http, stage, chat(), **one))[0] == 200  # it has none: the router decides
+
+
 async def test_not_ready(stage: Any, http: aiohttp.ClientSession) -> None:
     stage.is_ready = False
     await stage.tell_peers()
