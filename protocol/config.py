@@ -148,6 +148,7 @@ class Config:
     device: str = "cpu"  # "cpu" or "cuda"
     log_level: str = "info"  # debug, info, warning, error
     log_content: bool = False  # log prompts and answers too; off for a reason
+    warm_start: bool = True  # CPU: who is started anew is forked by a process that has torch loaded
     instance: str = ""  # of the process that reads this, filled in by itself
     model: ModelConfig = field(default_factory=ModelConfig)
     gateway: GatewayConfig = field(default_factory=GatewayConfig)

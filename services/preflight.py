@@ -140,7 +140,7 @@ def check_memory(config: Config, shape: ModelShape, weight_bytes: int) -> None:
         ranks.append(config.draft.tp)
     # Weights stay as they are on disk or grow to bfloat16 and float32 when the loader unpacks them.
     pool = shm_bytes(config, shape)
-    need = sum(ranks) * PROCESS_BYTES + len(ranks) * 4 * weight_bytes + pool
+    need = (sum(ranks) + config.warm_start) * PROCESS_BYTES + len(ranks) * 4 * weight_bytes + pool
     need += (1 + config.tokenizer.instances + config.gateway.instances) * LIGHT_BYTES
     need += config.prefill.instances * config.prefill.tier_memory_mb << 20
     free = psutil.virtual_memory().available

@@ -164,7 +164,8 @@ def start(config: Config, lock: int) -> subprocess.Popen[bytes]:
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     with open(os.open(path_out, flags, 0o600), "ab") as out:
         return subprocess.Popen(
-            [sys.executable, "-P", "-m", "decant.services.supervisord_main", "-c", str(path)],
+            [sys.executable, "-P", "-m", "decant.services.supervisord_main", "-c", str(path)]
+            + ["--warm"] * (config.warm_start and config.device == "cpu"),
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=out,
