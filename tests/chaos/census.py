@@ -5,6 +5,7 @@ memory, resident memory; and what its logs say of each request.
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -30,6 +31,18 @@ def rss_bytes(pid: int) -> int:
     except OSError:
         return 0
     return total
+
+
+def cpu_s(real: RealSet) -> dict[str, float]:
+    """Processor time of each program so far, its threads included."""
+    found = {}
+    for info in SupervisorClient(real.run_dir).processes():
+        try:
+            words = Path(f"/proc/{info['pid']}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        found[str(info["name"])] = (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+    return found
 
 
 def _count(folder: Path) -> int:

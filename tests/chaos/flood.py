@@ -24,18 +24,36 @@ REFUSAL_S = 0.1
 STREAMS = 12
 
 
+class Meter:
+    """Processors that each process kept busy, the client (this process) included."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+        self._last = self._now()
+
+    def _now(self) -> dict[str, float]:
+        return {**census.cpu_s(self._stage.real), "client": time.process_time()}
+
+    def read(self, seconds: float) -> Result:
+        """Since the last reading, ``seconds`` ago."""
+        last, self._last = self._last, self._now()
+        return {n: round((s - last.get(n, 0)) / seconds, 2) for n, s in self._last.items()}
+
+
 async def overload(stage: Stage, seed: int, num: int, minutes: float) -> Result:
     """R7: five times what can be served, open loop; who is refused is told so at once."""
     asks = mix.make(seed, 40, stage.real.model, mix.PLAIN)
     await stage.learn(asks)
     rng = Random(seed)
     calm_s = max(8.0, minutes * 60 / 5)
+    meter = Meter(stage)
     async with stage.traffic() as traffic:
         until = time.monotonic() + calm_s
         source = (rng.choice(asks) for _ in range(1 << 30))
         calm = await traffic.many(source, STREAMS, lambda: time.monotonic() > until)
         seconds = time.monotonic() - (until - calm_s)
     peak = sum(a.is_ok for a in calm) / seconds
+    calm_cpus = meter.read(seconds)
     before = await asyncio.to_thread(census.take, stage.real)
     flood_s = max(10.0, minutes * 60 * 3 / 5)
     async with stage.traffic() as traffic:
@@ -48,6 +66,7 @@ async def overload(stage: Stage, seed: int, num: int, minutes: float) -> Result:
         await asyncio.wait(tasks)
         seconds = time.monotonic() - began
         answers = traffic.answers
+        flood_cpus = meter.read(seconds)
     after = await asyncio.to_thread(census.take, stage.real)
     refused = [a for a in answers if a.status in (429, 503)]
     served = [a for a in answers if a.status not in (429, 503)]
@@ -64,6 +83,8 @@ async def overload(stage: Stage, seed: int, num: int, minutes: float) -> Result:
         "statuses": dict(Counter(a.status for a in answers)),
         "refusal_p50_ms": round(p([a.ended_s - a.sent_s for a in refused], 0.5) * 1e3, 1),
         "refusal_p99_ms": round(p([a.ended_s - a.sent_s for a in refused], 0.99) * 1e3, 1),
+        "cpus_calm": calm_cpus,
+        "cpus_flood": flood_cpus,
         "rss_growth_mb": {
             name: round((after.rss[name] - size) / 1e6, 1) for name, size in before.rss.items()
         },

@@ -370,7 +370,8 @@ async def test_a_full_queue_is_known_at_the_door(
     stage.is_full, stage.is_ready = True, False
     await stage.tell_peers()
     await asyncio.sleep(0.05)
-    one, two = ({"headers": {"Authorization": f"Bearer {key}"}} for key in ("one", "two"))
+    one: dict[str, Any] = {"headers": {"Authorization": "Bearer one"}}
+    two: dict[str, Any] = {"headers": {"Authorization": "Bearer two"}}
     stage.say("slow answer" + EOS, start_s=1.0)
     first = asyncio.create_task(post(http, stage, chat(), **one))
     while not stage.generates:
