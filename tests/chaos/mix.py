@@ -142,6 +142,7 @@ KINDS: dict[str, Callable[[Random], dict[str, Any]]] = {
 ALL = tuple(KINDS)
 CONSTRAINED = ("schema", "tools", "choices", "penalties", "everything")
 PLAIN = ("greedy", "sampled")
+SHORT = ("greedy", "sampled", "stop", "penalties", "choices", "thinking")
 
 
 def make(seed: int, num: int, model: str, kinds: tuple[str, ...] = ALL) -> list[Ask]:
@@ -161,6 +162,13 @@ def make(seed: int, num: int, model: str, kinds: tuple[str, ...] = ALL) -> list[
             body["stream_options"] = {"include_usage": True}
         asks.append(Ask(kind, body))
     return asks
+
+
+def short(seed: int, num: int, model: str) -> list[Ask]:
+    """A few tokens each: most of their life is on the way."""
+    rng = Random(f"{seed}/short")
+    asks = make(seed, num, model, SHORT)
+    return [Ask(a.kind, {**a.body, "max_tokens": rng.randint(1, 10)}) for a in asks]
 
 
 def long(seed: int, num: int, model: str, max_tokens: int) -> list[Ask]:

@@ -121,13 +121,15 @@ async def kills(
     period_s: float = 3.0,
     rest_s: float = 2.0,
 ) -> Result:
-    """R1: kill -9 of a random process every three seconds, under every kind of request.
+    """R1: kill -9 of a random process every three seconds, under every kind of request, three of
+    four of them short.
 
     rest_s: a victim has been a member for so long, of a set that is ready; 0 kills whoever runs,
     also who is just starting, which on a machine that starts decode in more than some seconds
     leaves no time to serve anybody.
     """
-    asks = mix.make(seed, stage.num_distinct, stage.real.model)
+    asks = mix.make(seed, stage.num_distinct // 3, stage.real.model)
+    asks += mix.short(seed + 1, stage.num_distinct, stage.real.model)
     deeds = max(1, num // 20)
     return await under(
         stage, asks, seed, num, deeds, minutes, period_s, rest_s=rest_s, at_once=MANY_AT_ONCE
