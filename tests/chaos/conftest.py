@@ -25,7 +25,7 @@ def chaos_set(start_set: Callable[..., RealSet], points: Path) -> Iterator[RealS
     environment = {"DECANT_FAILPOINT_DIR": str(points), **rows.poison_environment()}
     os.environ.update(environment)
     try:
-        real = start_set("gateway.slow_reader_s=3")
+        real = start_set("gateway.slow_reader_s=3", "warm_start=true")
     finally:
         for name in environment:
             del os.environ[name]

@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import functools
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -81,7 +82,7 @@ def started(row: Row) -> Iterator[RealSet]:
         points.mkdir()
         environment = {"DECANT_FAILPOINT_DIR": str(points), **row.environment}
         os.environ.update(environment)
-        real = RealSet(Path(folder) / "run", [*SMALL, *row.settings])
+        real = RealSet(Path(folder) / "run", [*SMALL, "warm_start=true", *row.settings])
         try:
             yield real
             real.stop()
@@ -115,6 +116,7 @@ async def _call(job: Job, stage: Stage, seed: int, num: int, minutes: float) -> 
 
 
 def main() -> int:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the set is stopped on the way out
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     names = [row.name for row in ROWS]
     parser.add_argument("--rows", default=",".join(names), help="default: %(default)s")

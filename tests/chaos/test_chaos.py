@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,24 @@ def test_decode_dies_under_grammar_tools_choices_and_penalties(stage: Stage) -> 
 
 def test_a_draft_that_comes_and_goes_changes_nothing(stage: Stage) -> None:
     assert play(rows.flapping, stage, 20)["deeds"] >= 3
+
+
+def test_who_died_comes_back_from_the_nursery(chaos_set: RealSet) -> None:
+    """Forked by the process that has torch loaded (once it has), and supervisord's own child."""
+    end = time.monotonic() + 90.0
+    while time.monotonic() < end:
+        before = chaos_set.kill("draft-0")
+        while (pid := chaos_set.pid("draft-0")) in (0, before):
+            time.sleep(0.05)
+        chaos_set.wait_ready()
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        if b"decant.services.nursery" in command:
+            parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
+            assert b"supervisord_main" in Path(f"/proc/{parent}/cmdline").read_bytes()
+            return
+        assert b"decant.services.draft" in command
+        time.sleep(2.0)
+    raise AssertionError("every draft was executed")
 
 
 def test_death_at_failpoints(stage: Stage, points: Path) -> None:
