@@ -68,7 +68,7 @@ class Nursery:
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "decant.services.nursery", str(theirs.fileno()),
-                 str(self._start_s)],
+                 str(self._start_s), str(os.getpid())],
                 pass_fds=(theirs.fileno(),),
                 env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
                      "CUDA_VISIBLE_DEVICES": ""},
@@ -151,8 +151,10 @@ def _load() -> None:
         importlib.import_module(name)
 
 
-def main(descriptor: int, start_s: float) -> None:
+def main(descriptor: int, start_s: float, parent: int) -> None:
     die_with_parent(signal.SIGKILL)
+    if os.getppid() != parent:  # it died before we could ask for that
+        return
     link = socket.socket(fileno=descriptor)
     time.sleep(start_s)
     thread = threading.Thread(target=_load)
@@ -222,4 +224,4 @@ def _become(order: Order, descriptors: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), float(sys.argv[2]))
+    main(int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]))

@@ -6,11 +6,13 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from decant.services.nursery import can_raise
+from decant.services.rundir import is_alive
 
 WARM = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 COMMAND = ["python", "-P", "-m", "decant.services.decode", "--config", "x", "--instance", "a-0"]
@@ -71,3 +73,15 @@ def test_a_worker_is_its_asker_s_child(tmp_path: Path) -> None:
         assert group == pid  # stopasgroup and killasgroup of supervisord reach it alone
         assert status == 2 and "draft-7: cannot read /nowhere/config.toml" in text
     assert not os.path.exists(f"/proc/{left}")
+
+
+def test_it_does_not_outlive_its_asker() -> None:
+    """Also one that is gone before the nursery has begun."""
+    code = "from decant.services import nursery; n = nursery.Nursery(0.0); n.start(); print(n.pid)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    end = time.monotonic() + 30.0
+    while is_alive(int(done.stdout)):
+        assert time.monotonic() < end
+        time.sleep(0.05)
