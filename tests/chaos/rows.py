@@ -464,14 +464,14 @@ async def recovery(stage: Stage, seed: int, num: int, minutes: float) -> Result:
 
 
 async def soak(stage: Stage, seed: int, num: int, minutes: float) -> Result:
-    """R14: load for as long as there is time, a kill every minute; memory must not grow."""
-    asks = mix.make(seed, stage.num_distinct, stage.real.model)
+    """R14: a little load for as long as there is time, a kill every minute; memory must not grow."""
+    asks = mix.make(seed, stage.num_distinct // 2, stage.real.model)
     await stage.learn(asks)
     async with stage.traffic() as traffic:  # caches fill
-        await traffic.many(_again(asks, seed + 1, 200), 4)
+        await traffic.many(_again(asks, seed + 1, 60), 4)
     first = await asyncio.to_thread(census.take, stage.real)
     period_s = min(60.0, minutes * 10)
-    result = await under(stage, asks, seed, 1 << 30, 1 << 30, minutes, period_s)
+    result = await under(stage, asks, seed, 1 << 30, 1 << 30, minutes, period_s, at_once=2)
     last = await asyncio.to_thread(census.take, stage.real)
     result["rss_growth"] = {
         name: round(last.rss[name] / max(1, first.rss.get(name, 1)) - 1, 3) for name in last.rss
