@@ -464,7 +464,7 @@ async def recovery(stage: Stage, seed: int, num: int, minutes: float) -> Result:
 
 
 async def soak(stage: Stage, seed: int, num: int, minutes: float) -> Result:
-    """R14: a little load for as long as there is time, a kill every minute; memory must not grow."""
+    """R14: a little load as long as there is time, a kill every minute; memory must not grow."""
     asks = mix.make(seed, stage.num_distinct // 2, stage.real.model)
     await stage.learn(asks)
     async with stage.traffic() as traffic:  # caches fill
