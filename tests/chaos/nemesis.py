@@ -75,11 +75,9 @@ class Nemesis:
             # NOTE: after a long wait for its victim no burst follows to make up for it.
             due = max(due, time.monotonic()) + self._period_s
             await asyncio.sleep(max(0.0, due - time.monotonic()))
-            deed = None
-            while deed is None:  # of who runs now
-                deed = await asyncio.to_thread(self._strike, self._random.choice(self._victims))
-                if deed is None:
-                    await asyncio.sleep(0.1)
+            victim = self._random.choice(self._victims)
+            while (deed := await asyncio.to_thread(self._strike, victim)) is None:
+                await asyncio.sleep(0.1)  # until it runs, and has rested
             self.deeds.append(deed)
             if self._number is signal.SIGSTOP:
                 task = asyncio.create_task(self._release(deed.pid))
