@@ -61,6 +61,28 @@ def test_scores_of_two_files(figures: ModuleType, tmp_path: Path) -> None:
     assert "position 1: 75.0% (the others, `eval-bonus.json`)" in text
 
 
+def test_runs_of_eval_are_merged(figures: ModuleType, tmp_path: Path) -> None:
+    into, other = tmp_path / "a.json", tmp_path / "b.json"
+    head = {"model": "m", "seed": 0}
+    few, many = (
+        {"skill": "add", "num": 50},
+        {"skill": "add", "num": 200, "positions": {"1": [4, 3]}},
+    )
+    into.write_text(json.dumps({**head, "skills": [few], "acceptance_by_position": {"1": 0.5}}))
+    sub = {"skill": "sub", "num": 10, "positions": {"1": [4, 1], "2": [2, 2]}}
+    other.write_text(json.dumps({**head, "temperature": 0.0, "skills": [many, sub]}))
+    figures.merge(into, [other])
+    table = json.loads(into.read_text())
+    assert table["skills"] == [many, sub]
+    assert table["acceptance_by_position"] == {"1": 0.5, "2": 1.0}
+    other.write_text(json.dumps({**head, "skills": [few]}))
+    figures.merge(into, [other])  # fewer prompts: the larger count stays
+    assert json.loads(into.read_text())["skills"] == [many, sub]
+    other.write_text(json.dumps({**head, "seed": 1, "skills": [few]}))
+    with pytest.raises(ValueError, match="b.json"):
+        figures.merge(into, [other])
+
+
 def test_fidelity_and_same_answers(figures: ModuleType, tmp_path: Path) -> None:
     row = {"answers": 20, "share": 0.95, "perplexity": 1.01, "perplexity_of_all_tokens": 7.5}
     skills = {"add": {"served": row, "simulated": {**row, "share": 0.9}}}
