@@ -13,6 +13,7 @@ import math
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -226,6 +227,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="decant bench-kernels", description=main.__doc__)
     parser.add_argument("op", nargs="*", help="operations to run; all if none is named")
     parser.add_argument("--json", type=Path, help="write the records to this file")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no case after this")
     arguments = parser.parse_args(argv)
     known = {case.op for case in cases()}
     unknown = set(arguments.op) - known
@@ -233,21 +235,33 @@ def main(argv: list[str]) -> int:
         parser.error(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(sorted(known))}")
     if not torch.cuda.is_available():
         parser.error("there is no GPU here")
+    until = time.monotonic() + arguments.seconds
     arch = architecture()
     ceilings = measure_ceilings()
     curve = ", ".join(f"{size / 1e6:.3g} MB {us:.1f} us" for size, us in ceilings.curve)
     print(f"{torch.cuda.get_device_name()} ({arch}); reads: {curve}")
     print(f"copy {ceilings.copy_gbs:.0f} GB/s, bf16 8192^3 {ceilings.bf16_tflops:.0f} TFLOP/s")
-    records = []
+    records: list[dict[str, Any]] = []
+    failed = 0
     for case in cases():
         if arguments.op and case.op not in arguments.op:
             continue
-        records.append(measure(case.build(arch), ceilings, arch))
+        if time.monotonic() > until:
+            print(f"time is up before {case.op}")
+            break
+        try:
+            records.append(measure(case.build(arch), ceilings, arch))
+        except Exception as failure:  # one case must not hide the others' figures
+            failed += 1
+            text = str(failure).strip().replace("\n", " ")[-200:]
+            print(f"{case.op}: {type(failure).__name__}: {text}", flush=True)
+            continue
         print(line(records[-1]), flush=True)
+        if arguments.json:
+            write_json(records, arguments.json)
         torch.cuda.empty_cache()
-    if arguments.json:
-        write_json(records, arguments.json)
-    return int(any(not record["error"] <= record["tolerance"] for record in records))
+    wrong = any(not record["error"] <= record["tolerance"] for record in records)
+    return int(wrong or failed > 0)
 
 
 if __name__ == "__main__":

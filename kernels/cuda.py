@@ -50,6 +50,13 @@ def nvcc() -> str | None:
 
 
 @functools.cache
+def nvcc_version(tool: str) -> str:
+    """The line that names nvcc's build."""
+    done = subprocess.run([tool, "--version"], capture_output=True, text=True, timeout=60)
+    return done.stdout.strip().splitlines()[-1] if done.stdout.strip() else "unknown"
+
+
+@functools.cache
 def _nvrtc() -> ctypes.CDLL | None:
     places = [f"libnvrtc.so.{v}" for v in (13, 12)]
     for root in sys.path:
@@ -135,7 +142,7 @@ def compile_source(name: str, arch: str, defines: dict[str, int]) -> tuple[bytes
             "CUDA kernels need nvcc on PATH (or CUDA_HOME), or libnvrtc as torch's CUDA wheels "
             "bring it (nvidia-cuda-nvrtc)"
         )
-    which = tool or "nvrtc"
+    which = nvcc_version(tool) if tool else "nvrtc"
     words = " ".join([name, arch, which, *_options(arch, defines)])
     key = hashlib.sha256(_sources() + source.read_bytes() + words.encode()).hexdigest()[:32]
     kept = cache_folder() / f"{name}-{arch}-{key}.cubin"

@@ -10,10 +10,14 @@ Data sheet
   launches  3 (logits, choice, list); grids depend on the number of tokens only
 """
 
+from collections.abc import Mapping
+
 import torch
 import triton
 import triton.language as tl
 
+from decant.kernels import cuda, tuned
+from decant.kernels.config import SHARED_MEMORY_LIMIT, architecture
 from decant.kernels.fp4_moe import TileList, max_tiles
 from decant.kernels.tiles import mma
 
@@ -205,6 +209,62 @@ def tile_list_ref(experts: torch.Tensor, num_experts: int, block_t: int) -> dict
     return {"pairs": pairs, "expert": expert, "start": start, "count": count}
 
 
+CUDA_CLUSTER = 8
+_counter: dict[torch.device, torch.Tensor] = {}
+
+
+def cuda_shared_bytes(room: int, width: int) -> int:
+    """Shared memory of a block of ``csrc/gate.cu`` with room for that many tokens."""
+    return (16 + room) * (width // CUDA_CLUSTER * 2 + 16) + 5 * room * 17 * 4 + 64
+
+
+def cuda_problem(options: Mapping[str, int], arch: str, tokens: int, width: int, e: int) -> str:
+    """Why the CUDA kernel does not take this gate; empty if it does."""
+    room = options["tokens"]
+    if room not in (8, 16, 32, 64) or tokens > room:
+        return f"{tokens} tokens in room for {room}"
+    if width % (CUDA_CLUSTER * 64) or e % 128:
+        return f"{e} experts of {width} channels"
+    if cuda_shared_bytes(room, width) > SHARED_MEMORY_LIMIT[arch]:
+        return f"{cuda_shared_bytes(room, width)} bytes of shared memory"
+    return ""
+
+
+def _cuda_route(
+    options: Mapping[str, int],
+    arch: str,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    logits: torch.Tensor,
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+    tiles: TileList | None,
+    bias: torch.Tensor | None,
+    table: torch.Tensor | None,
+    token_ids: torch.Tensor | None,
+) -> None:
+    tokens, width = x.shape
+    num_experts, top_k = weight.shape[0], experts.shape[1]
+    if x.device not in _counter:  # outside of captures: warm up first
+        _counter[x.device] = torch.zeros(1, dtype=torch.int32, device=x.device)
+    listed = (None,) * 5
+    if tiles is not None:
+        listed = (tiles.pairs, tiles.expert, tiles.start, tiles.count, tiles.num_tiles)
+    kernel = cuda.function(
+        "gate", "route_kernel", arch, D=width, E=num_experts, TOP_K=top_k,
+        TOKENS=options["tokens"], HASHED=table is not None,
+        IDS64=token_ids is not None and token_ids.dtype == torch.int64,
+        TABLE64=table is not None and table.dtype == torch.int64, LIST=tiles is not None,
+    )  # fmt: skip
+    cuda.launch(
+        kernel, (CUDA_CLUSTER, num_experts // 16, 1), (128, 1, 1),
+        cuda_shared_bytes(options["tokens"], width),
+        x, weight, bias, table, token_ids, logits, _counter[x.device], experts, weights, *listed,
+        tokens, 1 if tiles is None else tiles.block_t, ROUTED_SCALE,
+        cluster=CUDA_CLUSTER, overlap=True,
+    )  # fmt: skip
+
+
 def route(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -229,6 +289,14 @@ def route(
     num_experts = weight.shape[0]
     if partial.shape != (SPLIT_K, tokens, num_experts):
         raise ValueError(f"partial must be [{SPLIT_K}, {tokens}, {num_experts}]")
+    arch = architecture(x.device) if x.is_cuda else "sm_90"
+    chosen = tuned.choice(arch, "gate", tokens)
+    if chosen.is_cuda and not cuda_problem(chosen.options, arch, tokens, width, num_experts):
+        if not x.is_contiguous() or x.dtype != torch.bfloat16:
+            raise ValueError("x must be contiguous bf16")
+        given = (bias, table, token_ids)
+        _cuda_route(chosen.options, arch, x, weight, partial, experts, weights, tiles, *given)
+        return
     block_e = min(16, num_experts)
     block_k = min(128, width // SPLIT_K)
     block_t = 16 if tokens <= 64 else 64

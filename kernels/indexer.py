@@ -150,37 +150,47 @@ def _logits_kernel(
     rows, page_stride16, part_offset16, table_stride,
     R: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Persistent programs over (row, tile of entries)."""
+    """A program has a contiguous share of the (row, tile of entries) list, so it reads a row's
+    query once for many tiles.
+    """
     total = tl.load(tile_start + rows)
     head = tl.arange(0, HEADS)
     channel = tl.arange(0, 128)
-    for unit in range(tl.program_id(0), total, tl.num_programs(0)):
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    begin = (total.to(tl.int64) * program // programs).to(tl.int32)
+    end = (total.to(tl.int64) * (program + 1) // programs).to(tl.int32)
+    unit = begin
+    while unit < end:
         row = _find_row(tile_start, unit, rows, R)
-        first = (unit - tl.load(tile_start + row)) * BLOCK
+        row_first = tl.load(tile_start + row)
+        row_end = tl.minimum(end, tl.load(tile_start + row + 1))
         n = tl.load(entries + row)
         slot = tl.load(slot_of_row + row).to(tl.int64)
-        e = first + tl.arange(0, BLOCK)
-        live = e < n
-        page = tl.load(page_table + slot * table_stride + e // ROWS, mask=live, other=0).to(
-            tl.int64
-        )
-        base = pages + (page * page_stride16 + part_offset16) * 16
-        entry_row = (e % ROWS).to(tl.int64)
-        key = tl.load(
-            (base + entry_row * 128)[:, None] + channel[None, :], mask=live[:, None], other=0
-        )
-        scale = tl.load(
-            (base + ROWS * 128 + entry_row * 4).to(tl.pointer_type(tl.float32)),
-            mask=live,
-            other=0.0,
-        )
         query = tl.load(q + row.to(tl.int64) * HEADS * 128 + head[None, :] * 128 + channel[:, None])
-        dots = mma(
-            key.to(tl.float8e4nv, bitcast=True), query, tl.zeros([BLOCK, HEADS], dtype=tl.float32)
-        )
         w = tl.load(weights + row * HEADS + head)
-        score = tl.sum(tl.maximum(dots, 0.0) * w[None, :], axis=1) * scale
-        tl.store(logits + tl.load(row_start + row) + e, score + 0.0, mask=live)
+        out = logits + tl.load(row_start + row)
+        for tile in range(unit - row_first, row_end - row_first):
+            e = tile * BLOCK + tl.arange(0, BLOCK)
+            live = e < n
+            page = tl.load(page_table + slot * table_stride + e // ROWS, mask=live, other=0)
+            base = pages + (page.to(tl.int64) * page_stride16 + part_offset16) * 16
+            entry_row = (e % ROWS).to(tl.int64)
+            key = tl.load(
+                (base + entry_row * 128)[:, None] + channel[None, :], mask=live[:, None], other=0
+            )
+            scale = tl.load(
+                (base + ROWS * 128 + entry_row * 4).to(tl.pointer_type(tl.float32)),
+                mask=live,
+                other=0.0,
+            )
+            dots = mma(
+                key.to(tl.float8e4nv, bitcast=True),
+                query,
+                tl.zeros([BLOCK, HEADS], dtype=tl.float32),
+            )
+            score = tl.sum(tl.maximum(dots, 0.0) * w[None, :], axis=1) * scale
+            tl.store(out + e, score + 0.0, mask=live)
+        unit = row_end
 
 
 @triton.jit

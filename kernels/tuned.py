@@ -10,12 +10,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 PATH = Path(__file__).parent / "tuned.json"
+ENVIRONMENT = "DECANT_TUNED"  # path of a file to use instead
 IMPLEMENTATIONS = ("triton", "cuda")
 
 
@@ -56,7 +58,7 @@ def parse(text: str) -> dict[tuple[str, str], Lines]:
 
 @functools.cache
 def _table() -> dict[tuple[str, str], Lines]:
-    return parse(PATH.read_text())
+    return parse(Path(os.environ.get(ENVIRONMENT, PATH)).read_text())
 
 
 def choice(arch: str, op: str, size: int) -> Choice:

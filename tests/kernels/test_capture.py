@@ -1,9 +1,12 @@
 """Captured decode kernels replayed with other lengths; pages beyond 2^32 bytes. On a GPU only."""
 
+from collections.abc import Iterator
+from contextlib import ExitStack
+
 import pytest
 import torch
 
-from decant.kernels import indexer, sparse_mla_decode
+from decant.kernels import indexer, sparse_mla_decode, tuned
 from decant.kernels.layout import CSA_RATIO, HCA_RATIO, Part, page_layout, slot_layout
 from decant.kernels.rows import dequantise_keys_ref, quantise_keys_ref, random_keys, read_rows
 
@@ -19,6 +22,17 @@ def fill(extents: torch.Tensor, part: Part) -> None:
     extents[:, part.offset : part.scale_offset] = data.view(count, -1)
     end = part.scale_offset + part.rows * part.scale_bytes
     extents[:, part.scale_offset : end] = scale.view(count, -1)
+
+
+@pytest.fixture(params=["triton", "cuda"], autouse=True)
+def implementation(request: pytest.FixtureRequest, arch: str) -> Iterator[str]:
+    """Every test with both implementations of what it launches."""
+    options = {op: {"splits": 4, "ring": 2} for op in sparse_mla_decode.OPERATIONS}
+    options["select"] = {"cluster": 2, "threads": 512}
+    with ExitStack() as stack:
+        for op, values in options.items():
+            stack.enter_context(tuned.overridden(arch, op, request.param, values))
+        yield request.param
 
 
 def captured(launch: object) -> torch.cuda.CUDAGraph:

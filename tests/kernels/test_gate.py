@@ -1,9 +1,10 @@
 """Gate and work list against float64 and sorting."""
 
+import cuda_on_host
 import pytest
 import torch
 
-from decant.kernels import gate
+from decant.kernels import gate, tuned
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 40])
@@ -40,6 +41,59 @@ def test_choice_and_weights(tokens: int, hashed: bool, device: str) -> None:
     )
     assert experts.cpu().tolist() == reference[0].tolist()
     torch.testing.assert_close(weights.cpu().double(), reference[1], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "room", "hashed", "listed"),
+    [(1, 8, False, True), (13, 16, True, True), (40, 64, False, True), (5, 8, False, False)],
+)
+def test_cuda_route(
+    tokens: int,
+    room: int,
+    hashed: bool,
+    listed: bool,
+    device: str,
+    arch: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if device == "cpu":
+        cuda_on_host.use(monkeypatch)
+    total, width, top_k, vocab, block_t = 128, 512, 6, 50, 4
+    x = torch.randn(tokens, width).bfloat16()
+    weight = (torch.randn(total, width) * 0.1).bfloat16()
+    weight[1] *= 40  # large logits of both signs
+    weight[7] = weight[5]  # a tie: the lower expert wins
+    bias = torch.randn(total)
+    bias[7] = bias[5] = 4.0
+    table = torch.stack([torch.randperm(total)[:top_k] for _ in range(vocab)])
+    ids = torch.randint(0, vocab, (tokens,), dtype=torch.int32)
+    given = (None, table, ids) if hashed else (bias, None, None)
+    wanted, values = gate.gate_ref(x, weight, *given, top_k)
+    experts = torch.full((tokens, top_k), -1, dtype=torch.int32, device=device)
+    weights = torch.full((tokens, top_k), float("nan"), device=device)
+    partial = torch.full((gate.SPLIT_K, tokens, total), float("nan"), device=device)
+    tiles = gate.new_tile_list(tokens * top_k, total, block_t, device) if listed else None
+    moved = [None if v is None else v.to(device) for v in given]
+    with tuned.overridden(arch, "gate", "cuda", {"tokens": room}):
+        for _ in range(2):  # the counter is zero again
+            gate.route(x.to(device), weight.to(device), partial, experts, weights, tiles, *moved)
+    assert experts.cpu().tolist() == wanted.tolist()
+    torch.testing.assert_close(weights.cpu().double(), values, rtol=1e-5, atol=1e-6)
+    if tiles is None:
+        return
+    expected = gate.tile_list_ref(experts.cpu(), total, block_t)
+    n = len(expected["expert"])
+    assert int(tiles.num_tiles) == n
+    assert tiles.pairs.tolist() == expected["pairs"]
+    for name in ("expert", "start", "count"):
+        assert getattr(tiles, name)[:n].tolist() == expected[name]
+
+
+def test_cuda_options_that_do_not_fit_are_named() -> None:
+    assert gate.cuda_problem({"tokens": 64}, "sm_90", 64, 4096, 256) == ""
+    assert "room" in gate.cuda_problem({"tokens": 8}, "sm_90", 9, 4096, 256)
+    assert "experts" in gate.cuda_problem({"tokens": 8}, "sm_90", 8, 4096, 32)
+    assert "shared" in gate.cuda_problem({"tokens": 64}, "sm_120", 8, 4096, 256)
 
 
 def test_ties_take_the_lower_expert(device: str) -> None:

@@ -47,7 +47,8 @@ def rank_main(
     rank: int, world: int, pipe: Connection, job: str, timeout_s: float, how: str
 ) -> None:
     torch.set_num_threads(1)
-    group = AllReduce(rank, world, MAX_VALUES, CPU, exchange_over(pipe), timeout_s)
+    device = torch.device("cuda", 0) if how == "gpu" else CPU  # all ranks on one GPU
+    group = AllReduce(rank, world, MAX_VALUES, device, exchange_over(pipe), timeout_s)
     if how == "kernel":
         use_kernel(group)
     result: list[Any] = []
@@ -56,15 +57,18 @@ def rank_main(
             if (call + rank) % world == 0:
                 time.sleep(0.002)  # another rank is the last one each time
             numel, dtype = CALLS[call % len(CALLS)]
-            out = torch.full((numel,), 7.0)
-            result.append(group.reduce(input_of(rank, call, numel, dtype), out).numpy().tobytes())
+            out = torch.full((numel,), 7.0, device=device)
+            x = input_of(rank, call, numel, dtype).to(device)
+            result.append(group.reduce(x, out).cpu().numpy().tobytes())
         group.check()
     elif job == "silent" and rank == world - 1:
         time.sleep(1.5)  # never calls
     elif job == "silent":
-        out = group.reduce(torch.ones(64))
+        out = group.reduce(torch.ones(64, device=device))
+        group.status().cpu()
         again = time.monotonic()
-        group.reduce(torch.ones(64))
+        group.reduce(torch.ones(64, device=device))
+        group.status().cpu()
         result = [bool(out.isnan().all()), time.monotonic() - again]
         try:
             group.check()
@@ -72,7 +76,7 @@ def rank_main(
             result.append(str(error))
     elif job == "abort":
         if rank == 0:
-            group.reduce(torch.ones(64))
+            group.reduce(torch.ones(64, device=device))
             try:
                 group.check()
             except KernelError as error:
@@ -81,12 +85,12 @@ def rank_main(
             time.sleep(0.3)
             group.abort()
     elif job == "killed":
-        group.reduce(torch.ones(64))
+        group.reduce(torch.ones(64, device=device)).cpu()
         pipe.send("ready")
         if rank == 1:
             time.sleep(60)
-        group.reduce(torch.ones(64))
-        result.append(int(group.status()[0]))
+        group.reduce(torch.ones(64, device=device))
+        result.append(int(group.status().cpu()[0]))
     pipe.send(result)
     pipe.recv()
     group.close()

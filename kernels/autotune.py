@@ -1,0 +1,480 @@
+"""Measure implementations and sizes on this GPU, and write the table of the fastest right ones.
+
+``python -P -m decant.kernels.autotune --out FOLDER [--seconds N] [OP...]`` compiles every candidate
+in parallel, then measures them, one operation after another, in a worker process. A candidate that
+is wrong, fails or hangs is noted and left out; a worker that dies is replaced and goes on behind
+it. ``FOLDER/autotune.json`` holds every measurement and is rewritten after each, and
+``FOLDER/tuned.json`` the table, as ``tuned.py`` reads it (``DECANT_TUNED``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import contextlib
+import json
+import os
+import queue
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from decant.kernels import cuda, fp4_moe_cuda, fp8_linear, gate, mhc, sparse_mla_decode, tuned
+
+Options = dict[str, int]
+COMPILE_WORKERS = max(2, (os.cpu_count() or 4) - 2)
+CANDIDATE_S = 45.0  # a candidate that has said nothing for so long hangs
+GAIN = 0.98  # a CUDA kernel must be so much faster than Triton to be taken
+
+
+@dataclass(frozen=True)
+class Job:
+    """One line of the table. stages: option sets tried one stage after the other, each on top of
+    the best so far. case: a builder of cases.py and its arguments."""
+
+    op: str
+    bound: int
+    case: str
+    arguments: dict[str, Any]
+    stages: tuple[tuple[Options, ...], ...]
+
+    @property
+    def label(self) -> str:
+        return f"{self.op} <= {self.bound} " + " ".join(
+            f"{k}={v}" for k, v in self.arguments.items()
+        )
+
+
+@dataclass
+class Tried:
+    """One candidate: microseconds, or what was wrong."""
+
+    options: Options
+    implementation: str = "cuda"
+    us: float | None = None
+    error: float | None = None
+    problem: str = ""
+
+
+@dataclass
+class Outcome:
+    job: Job
+    tried: list[Tried] = field(default_factory=list)
+
+    def best(self, implementation: str) -> Tried | None:
+        usable = [t for t in self.tried if t.us is not None and t.implementation == implementation]
+        return min(usable, key=lambda t: t.us or 0.0, default=None)
+
+    def line(self) -> tuple[int, tuned.Choice]:
+        """The table's line: the fastest CUDA kernel, unless Triton is as fast."""
+        ours, triton = self.best("cuda"), self.best("triton")
+        if ours is None or (triton is not None and (ours.us or 0) > GAIN * (triton.us or 0)):
+            return self.job.bound, tuned.TRITON
+        return self.job.bound, tuned.Choice("cuda", ours.options)
+
+
+def _options(**values: int) -> Options:
+    return dict(values)
+
+
+UP = [(4, 2, 8, 4), (2, 4, 8, 4), (4, 2, 4, 6), (2, 2, 8, 5), (4, 4, 8, 3), (8, 1, 4, 4)]
+DOWN = [(8, 1, 4, 4, 2), (8, 1, 8, 3, 2), (4, 2, 8, 4, 2), (4, 2, 8, 4, 4), (8, 1, 4, 4, 4)]
+DOWN += [(4, 2, 4, 6, 4)]
+
+
+def _moe() -> Iterator[Job]:
+    first = dict(
+        zip(("down_rg", "down_kg", "down_kb", "down_stages", "slices"), DOWN[0], strict=True)
+    )
+    for tokens in (1, 8, 16, 32, 64, 128):
+        rooms = (8,) if tokens <= 64 else (8, 16)
+        ups = tuple(
+            first | dict(zip(("up_rg", "up_kg", "up_kb", "up_stages"), u, strict=True))
+            | {"tokens": room}
+            for u in UP for room in rooms
+        )  # fmt: skip
+        names = ("down_rg", "down_kg", "down_kb", "down_stages", "slices")
+        downs = tuple(dict(zip(names, d, strict=True)) for d in DOWN[1:])
+        yield Job("moe", tokens * 6, "moe", {"tokens": tokens, "kind": "mxfp4"}, (ups, downs))
+
+
+def _attention() -> Iterator[Job]:
+    def grid(splits: tuple[int, ...]) -> tuple[Options, ...]:
+        return tuple(_options(splits=s, ring=r) for s in splits for r in (2, 3))
+
+    names = sparse_mla_decode.OPERATIONS
+    for rows, splits in ((1, (16, 8)), (8, (16, 8)), (16, (8, 4)), (32, (8, 4)), (64, (4, 2, 8)),
+                         (128, (2, 1, 4)), (512, (1, 2))):  # fmt: skip
+        arguments = {"rows": rows, "kind": 1, "context": 8192}
+        yield Job(names[1], rows, "attention", arguments, (grid(splits),))
+    for rows, context, splits in (
+        (8, 1 << 20, (16, 8)),
+        (64, 1 << 16, (4, 2, 8)),
+        (128, 1 << 15, (2, 1)),
+    ):
+        arguments = {"rows": rows, "kind": 2, "context": context}
+        yield Job(names[2], rows, "attention", arguments, (grid(splits),))
+    for rows, splits in ((8, (4, 2)), (64, (1, 2, 4)), (512, (1,))):
+        arguments = {"rows": rows, "kind": 0, "context": 8192}
+        yield Job(names[0], rows, "attention", arguments, (grid(splits),))
+    prefill = {"tokens": 4096, "kind": 1}
+    yield Job(names[1], 1 << 30, "prefill_attention", prefill, (grid((1,)),))
+    yield Job(names[2], 1 << 30, "prefill_attention", prefill | {"kind": 2}, (grid((1,)),))
+
+
+def _linear() -> Iterator[Job]:
+    rooms = {1: (8,), 8: (8,), 16: (16,), 32: (32,), 64: (64, 32)}
+    for n, k in ((8192, 1024), (1536, 4096), (4096, 2048), (4096, 512)):
+        for tokens, tiles in rooms.items():
+            if tokens in (8, 32) and k != 1024:
+                continue
+            options = tuple(_options(kb=kb, tokens=t) for t in tiles for kb in (4, 2, 8))
+            yield Job(
+                f"linear_{k}", tokens, "linear", {"tokens": tokens, "n": n, "k": k}, (options,)
+            )
+    for tokens, tiles in rooms.items():
+        if tokens != 8:
+            options = tuple(_options(kb=kb, tokens=t) for t in tiles for kb in (4, 2, 8))
+            yield Job("wo_a_4096", tokens, "projection", {"tokens": tokens}, (options,))
+
+
+def _small() -> Iterator[Job]:
+    shapes = {
+        1: ((16, 1, 1), (8, 1, 1), (16, 1, 0), (8, 1, 0)),
+        8: ((16, 1, 1), (16, 2, 1), (8, 1, 0), (8, 2, 0), (16, 4, 1)),
+        64: ((16, 4, 1), (16, 8, 1), (8, 4, 0), (8, 8, 0), (8, 4, 1), (16, 8, 0)),
+        256: ((16, 8, 1), (8, 8, 0)),
+    }
+    for tokens, lines in shapes.items():
+        options = tuple(_options(cluster=c, tokens=t, fn_shared=f) for c, t, f in lines)
+        yield Job("mhc", tokens, "boundary", {"tokens": tokens}, (options,))
+    for tokens, rooms in ((1, (8,)), (8, (8,)), (16, (16,)), (32, (32,)), (64, (64,))):
+        options = tuple(_options(tokens=room) for room in rooms)
+        yield Job("gate", tokens, "router", {"tokens": tokens}, (options,))
+    for rows, clusters in ((1, (8, 4, 2)), (8, (8, 4, 2)), (64, (1, 2, 4)), (512, (1, 2))):
+        options = tuple(_options(cluster=c, threads=t) for c in clusters for t in (512, 1024))
+        context = 1 << 16 if rows <= 64 else 1 << 14
+        arguments = {"rows": rows, "context": context, "what": "top"}
+        yield Job("select", rows, "index", arguments, (options,))
+
+
+GROUPS = {"moe": _moe, "attention": _attention, "linear": _linear, "small": _small}
+
+
+def jobs(names: list[str]) -> list[Job]:
+    """All lines to measure, the most valuable first."""
+    return [job for name, make in GROUPS.items() if not names or name in names for job in make()]
+
+
+# ---- what to compile -----------------------------------------------------------------------------
+
+
+def problem(job: Job, options: Options, arch: str) -> str:
+    """Why a candidate does not exist on an architecture; empty if it does."""
+    a = job.arguments
+    if job.op == "moe":
+        return fp4_moe_cuda.problem(options, arch, 1024, 4096, 512, 32)
+    if job.op.startswith("attention"):
+        return sparse_mla_decode.cuda_problem(options, arch)
+    if job.op.startswith(("linear", "wo_a")):
+        return fp8_linear.cuda_problem(options, arch, a.get("n", 2048), a.get("k", 4096))
+    if job.op == "mhc":
+        return mhc.cuda_problem(options, arch, 4096)
+    if job.op == "gate":
+        return gate.cuda_problem(options, arch, a["tokens"], 4096, 256)
+    most = cuda.PORTABLE_CLUSTER if arch == "sm_120" else 16
+    return "" if options["cluster"] <= most else "cluster"
+
+
+def builds(job: Job, options: Options) -> list[tuple[str, Options]]:
+    """(source, constants) of a candidate at the model's shapes."""
+    a = job.arguments
+    if job.op == "moe":
+        both = fp4_moe_cuda.builds(options, 1024, 4096, 512, 32, 6)
+        return [
+            ("fp4_moe", both["up"] | _options(OUT=0, SHARED=-1)),
+            ("fp4_moe", both["down"] | _options(OUT=1, SHARED=-1)),
+        ]
+    if job.op.startswith("attention"):
+        kind = sparse_mla_decode.OPERATIONS.index(job.op)
+        both_types = _options(Q_TYPE=1, OUT=1)
+        constants = _options(KIND=kind, SPLITS=options["splits"], RING=options["ring"])
+        return [("attention", constants | both_types)]
+    if job.op.startswith(("linear", "wo_a")):
+        splits = a.get("k", 4096) // (options["kb"] * 128)
+        mode = 0 if job.op.startswith("linear") else 2
+        constants = _options(KB=options["kb"], SPLITS=splits, TOKENS=options["tokens"], MODE=mode)
+        return [("linear", constants | _options(IN=1, OUT=1))]
+    if job.op == "mhc":
+        constants = _options(D=4096, CLUSTER=options["cluster"], TOKENS=options["tokens"])
+        constants |= _options(DOTS=24, COMBINE=1, FN_SHARED=options["fn_shared"])
+        return [("mhc", constants | _options(Y_TYPE=1, WITH_FP16=0, WITH_CODES=0))]
+    if job.op == "gate":
+        constants = _options(D=4096, E=256, TOP_K=6, TOKENS=options["tokens"], HASHED=0)
+        return [("gate", constants | _options(IDS64=0, TABLE64=0, LIST=1))]
+    constants = _options(TOP=512, CLUSTER=options["cluster"], THREADS=options["threads"])
+    return [("select", constants)]
+
+
+def candidates(job: Job) -> Iterator[Options]:
+    """Every option set that measuring may need a build of (later stages on the first one)."""
+    base = job.stages[0][0]
+    for i, stage in enumerate(job.stages):
+        for options in stage:
+            yield options if i == 0 else base | options
+
+
+def compile_all(todo: list[Job], arch: str, seconds: float) -> dict[str, str]:
+    """Compile in parallel what the jobs may need; returns what could not be, by its name."""
+    wanted: dict[str, tuple[str, Options]] = {}
+    for job in todo:
+        for options in candidates(job):
+            if not problem(job, options, arch):
+                for name, constants in builds(job, options):
+                    words = [f"{k}={v}" for k, v in sorted(constants.items())]
+                    wanted[" ".join([name, *words])] = (name, constants)
+    failed: dict[str, str] = {}
+    pool = concurrent.futures.ThreadPoolExecutor(COMPILE_WORKERS)  # nvcc is a process of its own
+    running = {
+        pool.submit(cuda.compile_source, name, arch, constants): what
+        for what, (name, constants) in wanted.items()
+    }
+    try:
+        for done in concurrent.futures.as_completed(running, timeout=seconds):
+            if done.exception() is not None:
+                failed[running[done]] = str(done.exception())[:300]
+    except concurrent.futures.TimeoutError:
+        failed["time"] = f"{sum(not f.done() for f in running)} builds were not finished"
+    pool.shutdown(wait=False, cancel_futures=True)
+    print(f"compiled {len(wanted)} variants for {arch}, {len(failed)} failed", flush=True)
+    return failed
+
+
+# ---- the worker: measures candidates that come on its standard input -----------------------------
+
+
+def worker() -> int:
+    """Read {"case", "arguments", "op", "implementation", "options"} lines, answer each with one."""
+    import gc
+
+    import torch
+
+    from decant.kernels import bench, cases
+    from decant.kernels.config import architecture
+
+    arch = architecture()
+    cached: tuple[str, Any] = ("", None)
+    for text in sys.stdin:
+        ask = json.loads(text)
+        answer: dict[str, Any] = {}
+        try:
+            with tuned.overridden(arch, ask["op"], ask["implementation"], ask["options"]):
+                build = partial(getattr(cases, ask["case"]), arch, **ask["arguments"])
+                # a problem can be kept where nothing that it prepares depends on the options
+                key = json.dumps([ask["case"], ask["arguments"]])
+                if ask["op"] == "moe" or key != cached[0]:
+                    cached = ("", None)
+                    gc.collect()
+                    torch.cuda.empty_cache()
+                    cached = (key, build())
+                p = cached[1]
+                error = p.error() if p.error else 0.0
+                answer["error"] = error
+                if error <= p.tolerance:
+                    times = bench.time_graph(p.run, p.sets, replays=12)
+                    answer["us"] = statistics.median(times)
+                else:
+                    answer["problem"] = f"error {error:.2e} > {p.tolerance:.0e}"
+        except Exception as failure:
+            answer["problem"] = f"{type(failure).__name__}: {str(failure).strip()[-300:]}"
+            cached = ("", None)
+        print(json.dumps(answer), flush=True)
+        is_fatal = any(w in answer.get("problem", "") for w in ("CUDA error", "illegal", "launch"))
+        if is_fatal:  # the context is lost: a new worker goes on
+            return 3
+    return 0
+
+
+class Worker:
+    """A worker process, replaced when it dies or hangs."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+        self._lines: queue.Queue[str] = queue.Queue()
+
+    def _start(self) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "decant.kernels.autotune", "--worker"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        self._lines = lines = queue.Queue()
+
+        def read() -> None:
+            assert process.stdout is not None
+            for line in process.stdout:
+                lines.put(line)
+            lines.put("")
+
+        threading.Thread(target=read, daemon=True).start()
+        return process
+
+    def ask(self, question: dict[str, Any], seconds: float) -> dict[str, Any]:
+        """The answer, or {"problem"} after a death or ``seconds`` of silence."""
+        if self._process is None or self._process.poll() is not None:
+            self._process = self._start()
+            seconds += 30  # imports and the context
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(question) + "\n")
+            self._process.stdin.flush()
+            line = self._lines.get(timeout=seconds)
+        except (queue.Empty, OSError):
+            self.close()
+            return {"problem": f"no answer within {seconds:.0f} s"}
+        if not line:
+            status = self._process.wait()
+            self._process = None
+            return {"problem": f"the worker died (status {status})"}
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+
+# ---- the whole -----------------------------------------------------------------------------------
+
+
+def measure_job(job: Job, ask: Worker, arch: str, until: float) -> Outcome:
+    """Triton first, then the stages; later stages build on the best so far."""
+    outcome = Outcome(job)
+
+    def one(implementation: str, options: Options) -> None:
+        if time.monotonic() > until:
+            return
+        tried = Tried(options, implementation)
+        if implementation == "cuda" and (reason := problem(job, options, arch)):
+            tried.problem = reason
+        else:
+            question = {"case": job.case, "arguments": job.arguments, "op": job.op}
+            question |= {"implementation": implementation, "options": options}
+            answer = ask.ask(question, CANDIDATE_S)
+            tried.us, tried.error = answer.get("us"), answer.get("error")
+            tried.problem = answer.get("problem", "")
+        outcome.tried.append(tried)
+
+    one("triton", {})
+    for i, stage in enumerate(job.stages):
+        best = outcome.best("cuda")
+        if i and best is None:
+            break
+        base = {} if best is None else best.options
+        for options in stage:
+            one("cuda", options if i == 0 else base | options)
+    return outcome
+
+
+Table = dict[tuple[str, str], list[tuple[int, tuned.Choice]]]
+
+
+def table(outcomes: list[Outcome], arch: str) -> Table:
+    """Lines by operation, ascending; an operation that is Triton everywhere is left out."""
+    out: Table = {}
+    for outcome in outcomes:
+        out.setdefault((arch, outcome.job.op), []).append(outcome.line())
+    return {
+        key: sorted(lines, key=lambda line: line[0])
+        for key, lines in out.items()
+        if any(choice.is_cuda for _, choice in lines)
+    }
+
+
+def write(
+    outcomes: list[Outcome], failed: dict[str, str], arch: str, folder: Path, base: Table
+) -> None:
+    """Both files, each replaced at once. base: lines of operations that were not measured."""
+    records = [
+        {"label": o.job.label, "op": o.job.op, "bound": o.job.bound, "arch": arch,
+         "tried": [vars(t) for t in o.tried]}
+        for o in outcomes
+    ]  # fmt: skip
+    measured = {(arch, o.job.op) for o in outcomes}
+    kept = {key: list(found) for key, found in base.items() if key not in measured}
+    lines = kept | table(outcomes, arch)
+    texts = {
+        "autotune.json": json.dumps({"jobs": records, "not_compiled": failed}, indent=1),
+        "tuned.json": tuned.dump(lines) if lines else "{}\n",
+    }
+    for name, text in texts.items():
+        partial_file = folder / f"{name}.new"
+        partial_file.write_text(text)
+        partial_file.replace(folder / name)
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="decant.kernels.autotune", description=__doc__)
+    parser.add_argument("group", nargs="*", help=f"of {', '.join(GROUPS)}; all if none is named")
+    parser.add_argument("--out", type=Path, default=Path("."), help="folder of the results")
+    parser.add_argument("--seconds", type=float, default=300.0, help="for measuring")
+    parser.add_argument("--compile-seconds", type=float, default=150.0)
+    parser.add_argument("--compile-only", metavar="ARCH", help="compile for it and stop")
+    parser.add_argument("--base", type=Path, help="table whose other operations are kept")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args(argv)
+    if arguments.worker:
+        return worker()
+    if unknown := set(arguments.group) - set(GROUPS):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}")
+    todo = jobs(arguments.group)
+    if arguments.compile_only:
+        failed = compile_all(todo, arguments.compile_only, arguments.compile_seconds)
+        for what, why in failed.items():
+            print(what, why)
+        return int(bool(failed))
+    from decant.kernels.config import architecture
+
+    arch = architecture()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    base: Table = {}
+    if arguments.base is not None and arguments.base.exists():
+        base = {key: list(lines) for key, lines in tuned.parse(arguments.base.read_text()).items()}
+    failed = compile_all(todo, arch, arguments.compile_seconds)
+    until, asker, outcomes = time.monotonic() + arguments.seconds, Worker(), []
+    with contextlib.closing(asker):
+        for job in todo:
+            if time.monotonic() > until:
+                print(f"time is up before {job.label}")
+                break
+            outcomes.append(measure_job(job, asker, arch, until))
+            write(outcomes, failed, arch, arguments.out, base)
+            print(summary(outcomes[-1]), flush=True)
+    return 0
+
+
+def summary(outcome: Outcome) -> str:
+    """One line: Triton's time, the three fastest candidates, and the first problem."""
+
+    def text(tried: Tried | None) -> str:
+        return "-" if tried is None else f"{tried.us:.2f}"
+
+    ours = sorted(
+        (t for t in outcome.tried if t.us is not None and t.implementation == "cuda"),
+        key=lambda t: t.us or 0.0,
+    )
+    best = " ".join(f"{t.us:.2f}({','.join(str(v) for v in t.options.values())})" for t in ours[:3])
+    wrong = next((t.problem for t in outcome.tried if t.problem), "")[:100]
+    return f"{outcome.job.label} | triton {text(outcome.best('triton'))} | {best} | {wrong}"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
