@@ -26,7 +26,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from decant.kernels import cuda, fp4_moe_cuda, fp8_linear, gate, mhc, sparse_mla_decode, tuned
+from decant.kernels import (
+    cuda,
+    fp4_moe_cuda,
+    fp8_linear,
+    gate,
+    mhc,
+    sampling,
+    sparse_mla_decode,
+    tuned,
+)
 
 Options = dict[str, int]
 COMPILE_WORKERS = max(2, (os.cpu_count() or 4) - 2)
@@ -94,7 +103,7 @@ def _moe() -> Iterator[Job]:
         zip(("down_rg", "down_kg", "down_kb", "down_stages", "slices"), DOWN[0], strict=True)
     )
     for tokens in (1, 8, 16, 32, 64, 128):
-        rooms = (8,) if tokens <= 64 else (8, 16)
+        rooms: tuple[int, ...] = (8,) if tokens <= 64 else (8, 16)
         ups = tuple(
             first | dict(zip(("up_rg", "up_kg", "up_kb", "up_stages"), u, strict=True))
             | {"tokens": room}
@@ -130,7 +139,7 @@ def _attention() -> Iterator[Job]:
 
 
 def _linear() -> Iterator[Job]:
-    rooms = {1: (8,), 8: (8,), 16: (16,), 32: (32,), 64: (64, 32)}
+    rooms: dict[int, tuple[int, ...]] = {1: (8,), 8: (8,), 16: (16,), 32: (32,), 64: (64, 32)}
     for n, k in ((8192, 1024), (1536, 4096), (4096, 2048), (4096, 512)):
         for tokens, tiles in rooms.items():
             if tokens in (8, 32) and k != 1024:
@@ -150,14 +159,19 @@ def _small() -> Iterator[Job]:
         1: ((16, 1, 1), (8, 1, 1), (16, 1, 0), (8, 1, 0)),
         8: ((16, 1, 1), (16, 2, 1), (8, 1, 0), (8, 2, 0), (16, 4, 1)),
         64: ((16, 4, 1), (16, 8, 1), (8, 4, 0), (8, 8, 0), (8, 4, 1), (16, 8, 0)),
-        256: ((16, 8, 1), (8, 8, 0)),
+        256: ((16, 8, 1), (8, 8, 0), (8, 16, 0)),
+        4096: ((8, 16, 0), (4, 16, 0), (8, 8, 0), (4, 8, 0), (2, 8, 0)),
     }
     for tokens, lines in shapes.items():
         options = tuple(_options(cluster=c, tokens=t, fn_shared=f) for c, t, f in lines)
-        yield Job("mhc", tokens, "boundary", {"tokens": tokens}, (options,))
-    for tokens, rooms in ((1, (8,)), (8, (8,)), (16, (16,)), (32, (32,)), (64, (64,))):
-        options = tuple(_options(tokens=room) for room in rooms)
+        bound = tokens if tokens < 4096 else 1 << 30
+        yield Job("mhc", bound, "boundary", {"tokens": tokens}, (options,))
+    for tokens in (1, 8, 16, 32, 64):
+        options = (_options(tokens=max(8, tokens)),)
         yield Job("gate", tokens, "router", {"tokens": tokens}, (options,))
+    for rows in (1, 8, 64):
+        options = tuple(_options(cluster=c, threads=t) for c in (8, 16) for t in (256, 512, 1024))
+        yield Job("sample", rows, "draw", {"rows": rows, "setting": "top_p"}, (options,))
     for rows, clusters in ((1, (8, 4, 2)), (8, (8, 4, 2)), (64, (1, 2, 4)), (512, (1, 2))):
         options = tuple(_options(cluster=c, threads=t) for c in clusters for t in (512, 1024))
         context = 1 << 16 if rows <= 64 else 1 << 14
@@ -187,6 +201,8 @@ def problem(job: Job, options: Options, arch: str) -> str:
         return fp8_linear.cuda_problem(options, arch, a.get("n", 2048), a.get("k", 4096))
     if job.op == "mhc":
         return mhc.cuda_problem(options, arch, 4096)
+    if job.op == "sample":
+        return sampling.cuda_problem(options, arch, 129_280)
     if job.op == "gate":
         return gate.cuda_problem(options, arch, a["tokens"], 4096, 256)
     most = cuda.PORTABLE_CLUSTER if arch == "sm_120" else 16
@@ -219,6 +235,9 @@ def builds(job: Job, options: Options) -> list[tuple[str, Options]]:
     if job.op == "gate":
         constants = _options(D=4096, E=256, TOP_K=6, TOKENS=options["tokens"], HASHED=0)
         return [("gate", constants | _options(IDS64=0, TABLE64=0, LIST=1))]
+    if job.op == "sample":
+        constants = _options(CLUSTER=options["cluster"], THREADS=options["threads"])
+        return [("sampling", constants | _options(LOGITS=0, HAS_MASK=0, HAS_PENALTY=0))]
     constants = _options(TOP=512, CLUSTER=options["cluster"], THREADS=options["threads"])
     return [("select", constants)]
 
@@ -314,7 +333,8 @@ class Worker:
             [sys.executable, "-P", "-m", "decant.kernels.autotune", "--worker"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
-        self._lines = lines = queue.Queue()
+        lines: queue.Queue[str] = queue.Queue()
+        self._lines = lines
 
         def read() -> None:
             assert process.stdout is not None

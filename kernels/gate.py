@@ -247,7 +247,7 @@ def _cuda_route(
     num_experts, top_k = weight.shape[0], experts.shape[1]
     if x.device not in _counter:  # outside of captures: warm up first
         _counter[x.device] = torch.zeros(1, dtype=torch.int32, device=x.device)
-    listed = (None,) * 5
+    listed: tuple[torch.Tensor | None, ...] = (None,) * 5
     if tiles is not None:
         listed = (tiles.pairs, tiles.expert, tiles.start, tiles.count, tiles.num_tiles)
     kernel = cuda.function(

@@ -144,6 +144,26 @@ def _find_row(starts, unit, rows, R: tl.constexpr):
     return tl.sum((start <= unit).to(tl.int32), axis=0) - 1
 
 
+@triton.jit
+def _page_of(page_table, slot, table_stride, e, n, ROWS: tl.constexpr):
+    """Page of every entry; 0 past the row's entries."""
+    return tl.load(page_table + slot * table_stride + e // ROWS, mask=e < n, other=0).to(tl.int64)
+
+
+@triton.jit
+def _keys_of(
+    pages, page, page_stride16, part_offset16, e, n, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Codes [BLOCK, 128] and scales [BLOCK] of entries; zeros from entry n on."""
+    live = e < n
+    base = pages + (page * page_stride16 + part_offset16) * 16
+    row = (e % ROWS).to(tl.int64)
+    channel = tl.arange(0, 128)
+    key = tl.load((base + row * 128)[:, None] + channel[None, :], mask=live[:, None], other=0)
+    at = (base + ROWS * 128 + row * 4).to(tl.pointer_type(tl.float32))
+    return key, tl.load(at, mask=live, other=0.0)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _logits_kernel(
     q, weights, pages, page_table, slot_of_row, entries, row_start, tile_start, logits,
@@ -169,20 +189,19 @@ def _logits_kernel(
         query = tl.load(q + row.to(tl.int64) * HEADS * 128 + head[None, :] * 128 + channel[:, None])
         w = tl.load(weights + row * HEADS + head)
         out = logits + tl.load(row_start + row)
-        for tile in range(unit - row_first, row_end - row_first):
-            e = tile * BLOCK + tl.arange(0, BLOCK)
+        tile, last = unit - row_first, row_end - row_first
+        # a tile's keys are fetched while the tile before is multiplied, its page one tile earlier
+        e = tile * BLOCK + tl.arange(0, BLOCK)
+        page = _page_of(page_table, slot, table_stride, e, n, ROWS)
+        key, scale = _keys_of(pages, page, page_stride16, part_offset16, e, n, ROWS, BLOCK)
+        page = _page_of(page_table, slot, table_stride, e + BLOCK, n, ROWS)
+        while tile < last:
             live = e < n
-            page = tl.load(page_table + slot * table_stride + e // ROWS, mask=live, other=0)
-            base = pages + (page.to(tl.int64) * page_stride16 + part_offset16) * 16
-            entry_row = (e % ROWS).to(tl.int64)
-            key = tl.load(
-                (base + entry_row * 128)[:, None] + channel[None, :], mask=live[:, None], other=0
+            limit = tl.where(tile + 1 < last, n, 0)
+            next_key, next_scale = _keys_of(
+                pages, page, page_stride16, part_offset16, e + BLOCK, limit, ROWS, BLOCK
             )
-            scale = tl.load(
-                (base + ROWS * 128 + entry_row * 4).to(tl.pointer_type(tl.float32)),
-                mask=live,
-                other=0.0,
-            )
+            page = _page_of(page_table, slot, table_stride, e + 2 * BLOCK, n, ROWS)
             dots = mma(
                 key.to(tl.float8e4nv, bitcast=True),
                 query,
@@ -190,6 +209,9 @@ def _logits_kernel(
             )
             score = tl.sum(tl.maximum(dots, 0.0) * w[None, :], axis=1) * scale
             tl.store(out + e, score + 0.0, mask=live)
+            key, scale = next_key, next_scale
+            e += BLOCK
+            tile += 1
         unit = row_end
 
 

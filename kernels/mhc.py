@@ -247,7 +247,8 @@ def cuda_shared_bytes(options: Mapping[str, int], width: int, dots: int) -> int:
 def cuda_problem(options: Mapping[str, int], arch: str, width: int) -> str:
     """Why the CUDA kernel cannot be built for this width; empty if it can."""
     cluster, tokens = options["cluster"], options["tokens"]
-    if cluster > (cuda.PORTABLE_CLUSTER if arch == "sm_120" else 16) or width % (cluster * 128):
+    most = cuda.PORTABLE_CLUSTER if arch == "sm_120" else 16
+    if cluster > most or width % (cluster * 128) or width > cluster * 2048:
         return f"{width} channels over a cluster of {cluster}"
     if not 1 <= tokens <= 16:
         return f"{tokens} tokens a cluster"

@@ -17,9 +17,14 @@ Data sheet
   floor    the logits' bytes over the read rate
 """
 
+from collections.abc import Mapping
+
 import torch
 import triton
 import triton.language as tl
+
+from decant.kernels import cuda, tuned
+from decant.kernels.config import SHARED_MEMORY_LIMIT, architecture
 
 GREEDY_BELOW = 1e-5
 TRIES = 4  # perturbed maxima asked for membership before the set's border is searched
@@ -351,6 +356,25 @@ class Workspace:
         self.finite = make(rows, PARTS, dtype=torch.int32)
 
 
+CUDA_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+def cuda_shared_bytes(options: Mapping[str, int], vocab: int) -> int:
+    """Shared memory of a block of ``csrc/sampling.cu``."""
+    quads = -(-vocab // 4)
+    share = -(-quads // options["cluster"])
+    return 1024 * 12 + 64 + options["threads"] + 128 + share * 16
+
+
+def cuda_problem(options: Mapping[str, int], arch: str, vocab: int) -> str:
+    """Why the CUDA kernel does not take this vocabulary; empty if it does."""
+    if options["cluster"] > (cuda.PORTABLE_CLUSTER if arch == "sm_120" else 16):
+        return f"{options['cluster']} blocks are no cluster of {arch}"
+    if cuda_shared_bytes(options, vocab) > SHARED_MEMORY_LIMIT[arch]:
+        return f"{cuda_shared_bytes(options, vocab)} bytes of shared memory"
+    return ""
+
+
 def sample(
     logits: torch.Tensor,
     temperature: torch.Tensor,
@@ -370,8 +394,8 @@ def sample(
     temperature, top_p, min_p fp32 [R]; top_k, choices, positions int32 [R] (position of the token
     that is drawn); seeds int64 [R]. allowed: int32 bit masks [R, ceil(V / 32)]. penalties:
     (slot_of_row int32 [R], counts int16 [slots, V] of output tokens, seen int8 [slots, V] of
-    prompt or output, repetition, presence, frequency fp32 [R]). Two launches; no host branch on
-    any value.
+    prompt or output, repetition, presence, frequency fp32 [R]). Two launches, or one of the tuned
+    CUDA kernel; no host branch on any value.
     """
     rows, vocab = logits.shape
     if logits.stride(1) != 1 or scratch.processed.shape[1] != vocab:
@@ -381,6 +405,23 @@ def sample(
     if scratch.processed.shape[0] < rows:
         raise ValueError(f"scratch has room for {scratch.processed.shape[0]} rows, not {rows}")
     slot_of_row, counts, seen, repetition, presence, frequency = penalties or (None,) * 6
+    arch = architecture(logits.device) if logits.is_cuda else "sm_90"
+    chosen = tuned.choice(arch, "sample", rows)
+    if chosen.is_cuda and not cuda_problem(chosen.options, arch, vocab):
+        cluster, threads = chosen.options["cluster"], chosen.options["threads"]
+        kernel = cuda.function(
+            "sampling", "sample_kernel", arch, CLUSTER=cluster, THREADS=threads,
+            LOGITS=CUDA_TYPES[logits.dtype], HAS_MASK=allowed is not None,
+            HAS_PENALTY=penalties is not None,
+        )  # fmt: skip
+        cuda.launch(
+            kernel, (cluster, rows, 1), (threads, 1, 1), cuda_shared_bytes(chosen.options, vocab),
+            logits, allowed, counts, seen, slot_of_row, temperature, repetition, presence,
+            frequency, seeds, choices, positions, top_k, top_p, min_p, tokens, vocab,
+            cuda.Int64(logits.stride(0)), cuda.Int64(0 if counts is None else counts.stride(0)),
+            cluster=cluster,
+        )  # fmt: skip
+        return tokens
     _process_kernel[(rows, PARTS)](
         logits,
         allowed,

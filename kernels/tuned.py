@@ -3,6 +3,9 @@
 ``tuned.json`` holds, per architecture and operation, lines of (largest size, implementation,
 options), ascending; what it does not name runs as Triton with the table beside the kernel. The file
 is written by ``decant.kernels.autotune`` on a GPU, from results that were right there.
+
+``deterministic.json`` is a table whose results do not depend on the bucket: every sum of a row has
+the same parts in the same order for any number of rows up to the last line.
 """
 
 from __future__ import annotations
@@ -17,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 PATH = Path(__file__).parent / "tuned.json"
-ENVIRONMENT = "DECANT_TUNED"  # path of a file to use instead
+DETERMINISTIC = Path(__file__).parent / "deterministic.json"
+ENVIRONMENT = "DECANT_TUNED"  # path of a file to use instead, or "deterministic"
 IMPLEMENTATIONS = ("triton", "cuda")
 
 
@@ -58,7 +62,9 @@ def parse(text: str) -> dict[tuple[str, str], Lines]:
 
 @functools.cache
 def _table() -> dict[tuple[str, str], Lines]:
-    return parse(Path(os.environ.get(ENVIRONMENT, PATH)).read_text())
+    wanted = os.environ.get(ENVIRONMENT, "")
+    path = DETERMINISTIC if wanted == "deterministic" else Path(wanted or PATH)
+    return parse(path.read_text())
 
 
 def choice(arch: str, op: str, size: int) -> Choice:

@@ -47,12 +47,7 @@ DEVICE void sync_some(int barrier, int threads) {
 
 DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
-DEVICE Vec4 load16(const void* p) {
-  Vec4 v;
-  asm volatile("ld.global.v4.u32 {%0,%1,%2,%3},[%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
-  return v;
-}
+DEVICE Vec4 load16(const void* p) { return *(const Vec4*)p; }
 // Written by another processor: never from a cache line that was read before.
 DEVICE Vec4 load16_volatile(const void* p) {
   Vec4 v;
@@ -60,10 +55,7 @@ DEVICE Vec4 load16_volatile(const void* p) {
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
   return v;
 }
-DEVICE void store16(void* p, Vec4 v) {
-  asm volatile("st.global.v4.u32 [%0],{%1,%2,%3,%4};"
-               :: "l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
-}
+DEVICE void store16(void* p, Vec4 v) { *(Vec4*)p = v; }
 DEVICE int load_acquire_system(const int* p) {
   int v;
   asm volatile("ld.acquire.sys.global.s32 %0,[%1];" : "=r"(v) : "l"(p) : "memory");
@@ -88,6 +80,7 @@ DEVICE int add_acq_rel(int* p, int v) {
 }
 DEVICE int swap_if(int* p, int expected, int v) { return atomicCAS(p, expected, v); }
 DEVICE int add_shared(int* p, int v) { return atomicAdd(p, v); }
+DEVICE void add_shared(u64* p, u64 v) { atomicAdd(p, v); }
 DEVICE u64 nanoseconds() {
   u64 t;
   asm volatile("mov.u64 %0,%globaltimer;" : "=l"(t));
@@ -120,8 +113,8 @@ DEVICE int cluster_rank() {
   return (int)r;
 }
 // Arrived: what this thread wrote may be read by those that have waited.
-DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.aligned;" ::: "memory"); }
-DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
+DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive;" ::: "memory"); }
+DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait;" ::: "memory"); }
 DEVICE void sync_cluster() {
   cluster_arrive();
   cluster_wait();
@@ -146,6 +139,8 @@ DEVICE float peer_load(const float* p, int rank) {
 DEVICE float lane_xor(float v, int mask) { return __shfl_xor_sync(0xFFFFFFFFu, v, mask); }
 DEVICE u32 lane_xor(u32 v, int mask) { return __shfl_xor_sync(0xFFFFFFFFu, v, mask); }
 DEVICE int lane_xor(int v, int mask) { return __shfl_xor_sync(0xFFFFFFFFu, v, mask); }
+DEVICE u64 lane_xor(u64 v, int mask) { return __shfl_xor_sync(0xFFFFFFFFu, v, mask); }
+DEVICE u64 lane_up(u64 v, int by) { return __shfl_up_sync(0xFFFFFFFFu, v, by); }
 DEVICE int lane_up(int v, int by) { return __shfl_up_sync(0xFFFFFFFFu, v, by); }
 DEVICE int lane_of(int v, int lane) { return __shfl_sync(0xFFFFFFFFu, v, lane); }
 DEVICE u32 lane_vote(bool v) { return __ballot_sync(0xFFFFFFFFu, v); }

@@ -15,7 +15,8 @@ constexpr int X_AT = FN_BYTES, U_AT = X_AT + TOKENS * 4 * CH * 2, PARTS_AT = U_A
 constexpr int MIX_AT = PARTS_AT + TOKENS * SLOTS * 4, SQUARES_AT = MIX_AT + TOKENS * SLOTS * 4;
 constexpr int WARP_AT = SQUARES_AT + TOKENS * 4 + 16;  // sums of squares by warp
 constexpr int ROWS = (DOTS + 7) / 8;  // products a warp
-static_assert(CH % 128 == 0, "channels of a block");
+constexpr int AT_ONCE = THREADS / VECTORS, SUMS = (VECTORS + 31) / 32;  // tokens; sums of one token
+static_assert(CH % 128 == 0 && CH <= 2048, "channels of a block");
 
 DEVICE float sum_lanes(float v) {
   UNROLL for (int mask = 16; mask; mask /= 2) v += lane_xor(v, mask);
@@ -46,7 +47,14 @@ DEVICE void sinkhorn(const float* m, float rho, float scale, const float* base, 
   }
 }
 
-KERNEL(THREADS, 1)
+// Two blocks a multiprocessor where their shared memory allows it.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+constexpr int BLOCKS = WARP_AT > 48 * 1024 ? 1 : 2;
+#else
+constexpr int BLOCKS = WARP_AT > 110 * 1024 ? 1 : 2;
+#endif
+
+KERNEL(THREADS, BLOCKS)
 boundary_kernel(const u8* x, const u8* y, float* post, float* comb, const float* fn, const float* base,
                 const float* scale, const u16* norm, u8* streams, u16* out, u16* out16, u8* codes,
                 float* factors, int tokens) {
@@ -62,38 +70,44 @@ boundary_kernel(const u8* x, const u8* y, float* post, float* comb, const float*
   }
   await_previous();  // fn does not depend on it, everything below does
 
-  // New streams of this block's channels.
+  // New streams of this block's channels: a thread has eight channels of one token's four streams.
   u8* kept = shared + X_AT;
-  float* warp_sums = (float*)(shared + WARP_AT);
-  for (int token = 0; token < live; token++) {
-    float squares = 0.0f;
-    const i64 t = first + token;
-    // four threads a vector of eight channels, one stream each
-    for (int i = thread; i < VECTORS * 4; i += THREADS) {
-      const int k = i / VECTORS, at = channel0 + i % VECTORS * 8;
-      float v[8];
+  float* warp_sums = (float*)(shared + WARP_AT);  // [token][8]
+  UNROLL for (int base = 0; base < TOKENS; base += AT_ONCE) {
+    const int token = base + thread / VECTORS, at = thread % VECTORS * 8;
+    const bool inside = token < live;
+    const i64 t = first + (inside ? token : 0);
+    Vec4 old[4];
+    UNROLL for (int j = 0; j < 4; j++) old[j] = load16(x + ((t * 4 + j) * D + channel0 + at) * 2);
+    float v[8], squares = 0.0f;
+    if (COMBINE) {
+      const u8* from = y + (t * D + channel0 + at) * Element<Y_TYPE>::BYTES;
+      Element<Y_TYPE>::unpack(load16(from), v);
+      if (Y_TYPE == 0) Element<0>::unpack(load16(from + 16), v + 4);
+    }
+    UNROLL for (int k = 0; k < 4; k++) {
+      Vec4 packed = old[k];
       if (COMBINE) {
         const float p = post[t * 4 + k];
-        Element<Y_TYPE>::unpack(load16(y + (t * D + at) * Element<Y_TYPE>::BYTES), v);
-        if (Y_TYPE == 0) Element<0>::unpack(load16(y + (t * D + at) * 4 + 16), v + 4);
-        UNROLL for (int n = 0; n < 8; n++) v[n] *= p;
+        float s[8];
+        UNROLL for (int n = 0; n < 8; n++) s[n] = p * v[n];
         UNROLL for (int j = 0; j < 4; j++) {
           const float c = comb[t * 16 + 4 * j + k];
-          float s[8];
-          Element<1>::unpack(load16(x + ((t * 4 + j) * D + at) * 2), s);
-          UNROLL for (int n = 0; n < 8; n++) v[n] += c * s[n];
+          float stream[8];
+          Element<1>::unpack(old[j], stream);
+          UNROLL for (int n = 0; n < 8; n++) s[n] += c * stream[n];
         }
-      } else {
-        Element<1>::unpack(load16(x + ((t * 4 + k) * D + at) * 2), v);
+        packed = {pack_bf16x2(s[0], s[1]), pack_bf16x2(s[2], s[3]), pack_bf16x2(s[4], s[5]),
+                  pack_bf16x2(s[6], s[7])};
       }
-      const Vec4 packed = {pack_bf16x2(v[0], v[1]), pack_bf16x2(v[2], v[3]), pack_bf16x2(v[4], v[5]),
-                           pack_bf16x2(v[6], v[7])};
-      *(Vec4*)(kept + ((token * 4 + k) * CH + i % VECTORS * 8) * 2) = packed;
-      Element<1>::unpack(packed, v);
-      UNROLL for (int n = 0; n < 8; n++) squares += v[n] * v[n];
+      float s[8];
+      Element<1>::unpack(packed, s);
+      UNROLL for (int n = 0; n < 8; n++) squares += s[n] * s[n];
+      if (inside && token < TOKENS) *(Vec4*)(kept + ((token * 4 + k) * CH + at) * 2) = packed;
     }
-    squares = sum_lanes(squares);
-    if (lane == 0) warp_sums[warp * TOKENS + token] = squares;
+    UNROLL for (int mask = (VECTORS < 32 ? VECTORS : 32) / 2; mask; mask /= 2) squares += lane_xor(squares, mask);
+    if (inside && token < TOKENS && thread % (VECTORS < 32 ? VECTORS : 32) == 0)
+      warp_sums[token * 8 + thread % VECTORS / 32] = squares;
   }
   if (FN_SHARED) copies_wait<0>();
   sync_block();
@@ -137,7 +151,7 @@ boundary_kernel(const u8* x, const u8* y, float* post, float* comb, const float*
   }
   if (thread < live) {
     float sum = 0.0f;
-    UNROLL for (int w = 0; w < 8; w++) sum += warp_sums[w * TOKENS + thread];
+    UNROLL for (int w = 0; w < SUMS; w++) sum += warp_sums[thread * 8 + w];
     parts[thread * SLOTS + 24] = sum;
   }
   if (CLUSTER > 1) sync_cluster();
@@ -174,13 +188,13 @@ boundary_kernel(const u8* x, const u8* y, float* post, float* comb, const float*
       sum += low * low + high * high;
     }
     sum = sum_lanes(sum);
-    if (lane == 0) warp_sums[warp * TOKENS + n] = sum;
+    if (lane == 0) warp_sums[n * 8 + warp] = sum;
   }
   if (thread < WORKERS) {
     sync_some(1, WORKERS);
     if (thread < live) {
       float sum = 0.0f;
-      UNROLL for (int w = 0; w < WORKERS / 32; w++) sum += warp_sums[w * TOKENS + thread];
+      UNROLL for (int w = 0; w < WORKERS / 32; w++) sum += warp_sums[thread * 8 + w];
       squares[thread] = sum;
     }
     cluster_arrive();

@@ -68,7 +68,7 @@ def test_cuda_route(
     table = torch.stack([torch.randperm(total)[:top_k] for _ in range(vocab)])
     ids = torch.randint(0, vocab, (tokens,), dtype=torch.int32)
     given = (None, table, ids) if hashed else (bias, None, None)
-    wanted, values = gate.gate_ref(x, weight, *given, top_k)
+    wanted, values = gate.gate_ref(x, weight, given[0], given[1], given[2], top_k)
     experts = torch.full((tokens, top_k), -1, dtype=torch.int32, device=device)
     weights = torch.full((tokens, top_k), float("nan"), device=device)
     partial = torch.full((gate.SPLIT_K, tokens, total), float("nan"), device=device)

@@ -1,9 +1,13 @@
 """Sampler against float64 sets and noise; noise against the published test vector."""
 
+from collections.abc import Iterator
+
+import cuda_on_host
 import pytest
 import torch
 
 from decant.kernels import sampling as op
+from decant.kernels import tuned
 
 VOCAB = 1003
 
@@ -16,6 +20,17 @@ def test_philox_known_answer() -> None:
         "bc57ac4c",
         "9b00dbd8",
     ]
+
+
+@pytest.fixture(params=["triton", "cuda"], autouse=True)
+def implementation(
+    request: pytest.FixtureRequest, device: str, arch: str, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """Every test with both implementations."""
+    if device == "cpu" and request.param == "cuda":
+        cuda_on_host.use(monkeypatch)
+    with tuned.overridden(arch, "sample", request.param, {"cluster": 2, "threads": 128}):
+        yield
 
 
 def run(

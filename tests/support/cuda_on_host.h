@@ -285,6 +285,7 @@ inline int add_shared(int* p, int v) {
   *p += v;
   return old;
 }
+inline void add_shared(u64* p, u64 v) { *p += v; }
 inline u64 nanoseconds() {
   timespec t;
   clock_gettime(CLOCK_MONOTONIC, &t);
@@ -347,6 +348,15 @@ inline float lane_xor(float v, int mask) {
   return emulation::collective(v, [=](auto get) { return get(emulation::current->lane ^ mask); });
 }
 inline int lane_up(int v, int by) {
+  return emulation::collective(v, [=](auto get) {
+    const int lane = emulation::current->lane;
+    return lane >= by ? get(lane - by) : v;
+  });
+}
+inline u64 lane_xor(u64 v, int mask) {
+  return emulation::collective(v, [=](auto get) { return get(emulation::current->lane ^ mask); });
+}
+inline u64 lane_up(u64 v, int by) {
   return emulation::collective(v, [=](auto get) {
     const int lane = emulation::current->lane;
     return lane >= by ? get(lane - by) : v;
