@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -130,9 +130,10 @@ def _attention() -> Iterator[Job]:
     ):
         arguments = {"rows": rows, "kind": 2, "context": context}
         yield Job(names[2], rows, "attention", arguments, (grid(splits),))
-    for rows, splits in ((8, (4, 2)), (64, (1, 2, 4)), (512, (1,))):
+    windows: dict[int, tuple[int, ...]] = {8: (4, 2), 64: (1, 2, 4), 512: (1,)}
+    for rows, few in windows.items():
         arguments = {"rows": rows, "kind": 0, "context": 8192}
-        yield Job(names[0], rows, "attention", arguments, (grid(splits),))
+        yield Job(names[0], rows, "attention", arguments, (grid(few),))
     prefill = {"tokens": 4096, "kind": 1}
     yield Job(names[1], 1 << 30, "prefill_attention", prefill, (grid((1,)),))
     yield Job(names[2], 1 << 30, "prefill_attention", prefill | {"kind": 2}, (grid((1,)),))
@@ -190,7 +191,7 @@ def jobs(names: list[str]) -> list[Job]:
 # ---- what to compile -----------------------------------------------------------------------------
 
 
-def problem(job: Job, options: Options, arch: str) -> str:
+def problem(job: Job, options: Mapping[str, int], arch: str) -> str:
     """Why a candidate does not exist on an architecture; empty if it does."""
     a = job.arguments
     if job.op == "moe":

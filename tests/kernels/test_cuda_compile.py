@@ -11,6 +11,7 @@ import pytest
 
 from decant.kernels import autotune, cuda
 from decant.kernels.aot import ptxas
+from decant.protocol.errors import KernelError
 
 KERNELS = {
     "attention": "attend_kernel", "linear": "linear_kernel", "mhc": "boundary_kernel",
@@ -80,14 +81,14 @@ def test_a_compiler_that_refuses_is_quoted(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "bad.cu").write_text('extern "C" __global__ void bad() { nonsense; }')
     monkeypatch.setattr(cuda, "FOLDER", tmp_path)
     monkeypatch.setenv("DECANT_CACHE", str(tmp_path))
-    with pytest.raises(cuda.KernelError, match="nonsense"):
+    with pytest.raises(KernelError, match="nonsense"):
         cuda.compile_source("bad", "sm_90", {})
 
 
 def test_without_a_compiler_one_sentence_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "nvcc", lambda: None)
     monkeypatch.setattr(cuda, "_nvrtc", lambda: None)
-    with pytest.raises(cuda.KernelError, match="nvcc on PATH"):
+    with pytest.raises(KernelError, match="nvcc on PATH"):
         cuda.compile_source("all_reduce", "sm_90", {"IN": 0, "OUT": 0})
 
 

@@ -41,11 +41,11 @@ def rank_main(rank: int, world: int, pipe: Connection) -> None:
                     group.reduce(x, out)
             times = []
             for _ in range(REPLAYS):
-                begin = torch.cuda.Event(enable_timing=True)
-                end = torch.cuda.Event(enable_timing=True)
-                begin.record()  # type: ignore[no-untyped-call]
+                begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+                end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+                begin.record()
                 graph.replay()
-                end.record()  # type: ignore[no-untyped-call]
+                end.record()
                 end.synchronize()
                 times.append(begin.elapsed_time(end) * 1e3 / CALLS)
             group.check()
