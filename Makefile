@@ -4,13 +4,14 @@
 #   make test           CPU suite      make test-full   with the slow tests
 #   make check          ruff, mypy     make bench       load generator against the running set
 #   make figures        measure the demo set on a quiet machine, write README's table
+#   make gpu-report     measure on a GPU, write docs/measurements/gpu-*.json (eight-gpu-report: eight)
 # A GPU-less machine saves much download with PIP_EXTRA_INDEX_URL set to PyTorch's index of CPU
 # wheels; pip's own settings decide where packages come from, no file here names a host.
 
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: run test test-full test-gpu test-peers check bench figures demo-weights lock down clean help chaos
+.PHONY: gpu-report eight-gpu-report run test test-full test-gpu test-peers check bench figures demo-weights lock down clean help chaos
 
 EXTRAS ?= cpu
 PROFILE ?= $(if $(filter gpu,$(EXTRAS)),one-gpu,demo)
@@ -52,6 +53,15 @@ check: $(VENV)/.test
 
 bench: $(VENV)/.$(EXTRAS)
 	$(BIN)/decant bench $(ARGS)
+
+# On a machine with a GPU: in pieces under nine minutes each; goes on where it was cut.
+gpu-report: EXTRAS := gpu
+gpu-report: $(VENV)/.gpu
+	$(BIN)/python -P .ci/gpu-report $(ARGS)
+
+eight-gpu-report: EXTRAS := gpu
+eight-gpu-report: $(VENV)/.gpu
+	$(BIN)/python -P .ci/gpu-report eight $(ARGS)
 
 figures: $(VENV)/.$(EXTRAS)
 	$(BIN)/python -P .ci/figures measure $(ARGS)
@@ -99,4 +109,4 @@ clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 help:
-	@sed -n '2,9p' Makefile
+	@sed -n '2,10p' Makefile

@@ -1,0 +1,331 @@
+"""The time of one TP rank of the full model: decode steps as graphs, prompt chunks, mixed steps,
+with every all-reduce in it. Random weights of the real width; the other ranks of the group are
+helper processes that push rows of their own with the same protocol, and nothing else.
+
+Under MPS the helpers' waiting programs run beside the rank's kernels, so a sum costs what it costs
+among ranks that arrive together. One GPU; ``make gpu-report`` runs it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from decant.engine.gpu.communicator import Communicator, choose
+from decant.engine.gpu.header import Sizes, StepHeader
+from decant.engine.gpu.layout import GpuLayout
+from decant.engine.gpu.model import GpuModel
+from decant.engine.gpu.ops import Ops
+from decant.engine.gpu.pool import GpuPool
+from decant.engine.gpu.precompile import prepare
+from decant.engine.gpu.runner import PEER_WAIT_S, Runner
+from decant.engine.gpu.slice import make_slice
+from decant.engine.interface import PrefillChunk, SlotRows, StepPlan
+from decant.engine.model_shape import ModelShape, parse_shape
+from decant.engine.synthetic import config_table
+
+log = logging.getLogger("decant.engine.gpu")
+
+Report = dict[str, Any]
+END, CAPTURE, RUN = 0, 1, 2  # what helpers are told: [command, rows, chunk rows, times]
+WARM = 3  # runs before the ones that count
+DRAFTS = 3
+MAX_ROWS = 512
+
+
+@dataclass(frozen=True)
+class Case:
+    """A step: sequences, rows of each (1 + k), context of each; tokens of a prompt chunk beside it
+    (0: none, -1: each of CHUNKS)."""
+
+    num: int
+    size: int
+    context: int
+    chunk: int = 0
+
+    @property
+    def name(self) -> str:
+        text = f"B={self.num} rows={self.size} context={self.context}"
+        return text + (f" chunk={self.chunk}" if self.chunk else "")
+
+
+# (sequences, context) -> bytes of a rank's step over the memory's rate, ms on an H200
+# (2.90 GB dense weights, the experts touched, keys; no communication, no launches).
+FLOORS_MS = {(1, 8192): 0.88, (8, 65536): 2.27, (64, 8192): 7.6, (64, 65536): 8.3}
+ASKED = [Case(1, 1, 8192), Case(8, 1, 65536), Case(64, 1, 8192)]
+
+
+def table_cases() -> list[Case]:
+    """Batch, k and chunk: what a scheduling policy needs to know."""
+    return [Case(num, size, 4096) for num in (1, 8, 32, 64, 128) for size in (1, 2, 3)]
+
+
+CHUNKS = (256, 512, 1024, 2048, 4096)
+
+
+# -- the other ranks -------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def help_along(file: str, rank: int, world: int, device: torch.device, job: Report) -> None:
+    """A helper's life: sums and gathers as the measured rank makes them."""
+    rows = (job["rows"], job["hidden"])
+    comm = choose(file, rank, world, device, rows, job["columns"], job["way"])
+    comm.patience(600.0)
+    sums, vocabulary = 2 * job["layers"], job["columns"]
+    graphs: dict[int, Callable[[], None]] = {}
+
+    def step(count: int, gathers: bool) -> None:
+        x = torch.zeros(count, job["hidden"], device=device)
+        for _ in range(sums):
+            comm.all_reduce(x)
+        if gathers:
+            comm.all_gather(torch.zeros(count, vocabulary, device=device))
+
+    while True:
+        command, count, chunk, times = comm.host_gather([0] * 4)[0]
+        if command == END:
+            break
+        if command == CAPTURE:
+            graphs[count] = _capture(comm, device, count, step)
+            continue
+        for _ in range(times):
+            if count:
+                graphs.get(count, partial(step, count, True))()
+            if chunk:
+                step(chunk, False)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        comm.check()
+    comm.close()
+
+
+def _capture(
+    comm: Communicator, device: torch.device, count: int, step: Callable[[int, bool], None]
+) -> Callable[[], None]:
+    """In step with Runner.capture."""
+    step(count, True)
+    if device.type != "cuda":
+        return lambda: step(count, True)
+    torch.cuda.synchronize(device)
+    comm.host_gather([0])
+    comm.patience(PEER_WAIT_S)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step(count, True)
+    comm.patience(600.0)
+    return graph.replay
+
+
+# -- the measured rank -----------------------------------------------------------------------------
+
+
+@dataclass
+class Bench:
+    """One rank with its helpers. Attributes: report: what was measured so far."""
+
+    device: torch.device
+    layers: int
+    world: int
+    kernels: set[str] | None
+    way: str
+    cases: Sequence[Case]
+    budget_s: float
+    report: Report = field(default_factory=dict)
+    helpers: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def shape(self) -> tuple[ModelShape, int]:
+        """Real width as a rank of four on a GPU; the tiny width, unsplit, on a CPU."""
+        if self.device.type == "cuda":
+            return parse_shape(config_table(self.layers, "real")), 4
+        return parse_shape(config_table(self.layers, "tiny")), 1
+
+    @torch.inference_mode()
+    def run(self, save: Callable[[Report], None], prompts: Sequence[int] = ()) -> Report:
+        """All cases, then prompts of so many tokens. save: called after each."""
+        began = time.monotonic()
+        shape, tp = self.shape()
+        cuda = self.device.type == "cuda"
+        page = 1024 if cuda else 128
+        longest = max([*(c.num * (c.context + page) for c in self.cases), *prompts, page])
+        slots = max(c.num for c in self.cases)
+        chunk = max([CHUNKS[-1] if cuda else 128, *(c.chunk for c in self.cases)])
+        comm = self._join(shape, tp)
+        ops = Ops.create(shape, self.device, self.kernels, tp)
+        model = GpuModel(shape, make_slice(shape, self.device, tp), ops, comm)
+        layout = GpuLayout(shape, page, DRAFTS)
+        pages = -(-(longest + chunk) // page) + 1
+        pool = GpuPool.create(f"decant-rank-{os.getpid()}", layout, pages, slots, self.device)
+        pool.pages.random_(0x38, 0x40)
+        pool.slots.random_(0x38, 0x40)
+        context = max([c.context + page for c in self.cases] + [p + page for p in prompts])
+        sizes = Sizes(slots, 1 + DRAFTS, -(-context // page), context, slots)
+        runner = Runner(model, pool, context, chunk, StepHeader.local(sizes))
+        buckets = sorted({(c.num, c.size) for c in self.cases})
+        prepare(model, lambda alone: Runner(alone, pool, context, chunk), buckets)
+        self.report |= {
+            "layers": self.layers, "tp": tp, "helpers": len(self.helpers),
+            "sums_by": "none" if comm is None else comm.kind,
+            "kernels": sorted(ops.enabled), "ready_s": round(time.monotonic() - began, 1),
+            "steps": [], "prompts": [],
+        }  # fmt: skip
+        if cuda:
+            self.report["allocated_gb"] = round(torch.cuda.memory_allocated(self.device) / 1e9, 2)
+        save(self.report)
+        try:
+            for case in self.cases:
+                if time.monotonic() - began > self.budget_s:
+                    self.report["cut"] = f"after {self.budget_s:.0f} s"
+                    break
+                self.report["steps"].append(self._step(runner, comm, case))
+                save(self.report)
+            for tokens in prompts:
+                if time.monotonic() - began < self.budget_s:
+                    self.report["prompts"].append(self._prompt(runner, comm, tokens, chunk))
+                    save(self.report)
+        finally:
+            self._tell(comm, END, 0, 0, 0)
+            for helper in self.helpers:
+                helper.wait(30)
+            pool.close()
+        return self.report
+
+    def _join(self, shape: ModelShape, tp: int) -> Communicator | None:
+        if self.world == 1:
+            return None
+        file = Path(tempfile.mkdtemp()) / "rendezvous"
+        columns = shape.vocab_size // tp
+        job = {
+            "rows": MAX_ROWS, "hidden": shape.hidden_size, "columns": columns,
+            "layers": self.layers, "way": self.way, "device": str(self.device),
+        }  # fmt: skip
+        command = [sys.executable, "-P", "-m", "decant.engine.gpu.rank_time", "--world"]
+        command += [str(self.world), "--file", str(file), "--job", json.dumps(job), "--rank"]
+        self.helpers = [subprocess.Popen([*command, str(r)]) for r in range(1, self.world)]
+        rows = (MAX_ROWS, shape.hidden_size)
+        comm = choose(str(file), 0, self.world, self.device, rows, columns, self.way)
+        comm.patience(600.0)
+        return comm
+
+    def _tell(self, comm: Communicator | None, *words: int) -> None:
+        if comm is not None:
+            comm.host_gather(list(words))
+
+    def _timed(
+        self, comm: Communicator | None, rows: int, chunk: int, times: int,
+        run: Callable[[], object],
+    ) -> list[float]:  # fmt: skip
+        """Median, 10th and 90th percentile in ms; helpers run along."""
+        self._tell(comm, RUN, rows, chunk, times + WARM)
+        took = []
+        for _ in range(times + WARM):
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            began = time.perf_counter()
+            run()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            took.append((time.perf_counter() - began) * 1e3)
+        if comm is not None:
+            comm.check()
+        return [round(float(v), 3) for v in np.percentile(took[WARM:], [50, 10, 90])]
+
+    def _step(self, runner: Runner, comm: Communicator | None, case: Case) -> Report:
+        row: Report = {"case": case.name, **vars(case)}
+        floor = FLOORS_MS.get((case.num, case.context))
+        page = runner.pool.layout.page_tokens
+        each = -(-(case.context + 8) // page)
+        tables = [tuple(range(i * each, (i + 1) * each)) for i in range(case.num)]
+        at = case.context - 8
+        ids = tuple(range(9, 9 + case.size))
+        decode = tuple(SlotRows(i, at, ids, tables[i]) for i in range(case.num))
+        rows = case.num * case.size
+        cuda = self.device.type == "cuda"
+        times = 20 if cuda else 1
+        try:
+            runner.drop_graphs()
+            body = runner.header.write(StepPlan(0, decode))
+            row["eager_ms"] = self._timed(comm, rows, 0, 3 if cuda else 1,
+                                          lambda: runner.run_decode(body))  # fmt: skip
+            self._tell(comm, CAPTURE, rows, 0, 0)
+            runner.capture(case.num, case.size)
+            row["step_ms"] = self._timed(comm, rows, 0, times, lambda: runner.run_decode(body))
+            graph = runner.replay_of(case.num, case.size)
+            row["graph_ms"] = self._timed(comm, rows, 0, times, graph)
+            if floor and case.size == 1:
+                row["floor_ms"] = floor
+                row["share_of_floor"] = round(floor / row["graph_ms"][0], 3)
+            self._tell(comm, RUN, rows, 0, 1)
+            row["finite"] = bool(runner.run_decode(body)[0].isfinite().all())
+            row["mixed_ms"] = {}
+            for chunk in CHUNKS if case.chunk < 0 else (case.chunk,) if case.chunk else ():
+                prompt = PrefillChunk(0, 0, np.full(chunk, 7, np.int32), tables[0])
+                # another slot than those that decode would need pages of its own: time is the same
+                mixed = runner.header.write(StepPlan(0, decode, prompt))
+
+                def both(mixed: Any = mixed) -> None:
+                    runner.run_decode(mixed)
+                    runner.run_prefill(mixed)
+
+                row["mixed_ms"][chunk] = self._timed(comm, rows, chunk, 3 if cuda else 1, both)
+        except Exception as error:  # noqa: BLE001  the other cases may still run
+            row["failure"] = f"{type(error).__name__}: {error}"[:300]
+            raise
+        return row
+
+    def _prompt(
+        self, runner: Runner, comm: Communicator | None, tokens: int, chunk: int
+    ) -> Report:
+        """A whole prompt, chunk by chunk."""
+        page = runner.pool.layout.page_tokens
+        ids = np.random.default_rng(0).integers(0, 500, tokens).astype(np.int32)
+        took = []
+        for at in range(0, tokens, chunk):
+            part = ids[at : at + chunk]
+            table = tuple(range(-(-(at + len(part)) // page)))
+            body = runner.header.write(StepPlan(0, (), PrefillChunk(0, at, part, table)))
+            self._tell(comm, RUN, 0, len(part), 1)
+            began = time.perf_counter()
+            runner.run_prefill(body)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            took.append(time.perf_counter() - began)
+        return {
+            "tokens": tokens, "chunk": chunk, "seconds": round(sum(took), 4),
+            "tokens_per_s": round(tokens / sum(took)),
+            "first_and_last_chunk_ms": [round(took[0] * 1e3, 2), round(took[-1] * 1e3, 2)],
+        }  # fmt: skip
+
+
+def main() -> int:
+    """A helper process."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--world", type=int, required=True)
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--file", required=True)
+    parser.add_argument("--job", type=json.loads, required=True)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    device = torch.device(args.job["device"])
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    help_along(args.file, args.rank, args.world, device, args.job)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
