@@ -109,7 +109,7 @@ def measure(api: Api, model: str, skill: str, way: str, args: argparse.Namespace
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_server(parser)
     parser.add_argument("--num", type=int, default=200, help="prompts a row (default 200)")
     parser.add_argument("--seed", type=int, default=0)
