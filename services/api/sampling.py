@@ -53,7 +53,8 @@ def read_sampling(
         min_p=fields.number("min_p", 0.0, 0.0, 1.0),
         presence_penalty=fields.number("presence_penalty", 0.0, -2.0, 2.0),
         frequency_penalty=fields.number("frequency_penalty", 0.0, -2.0, 2.0),
-        repetition_penalty=fields.number("repetition_penalty", 1.0, 0.0, 2.0, is_open=True),
+        # Far below 0.01 the quotient of a logit would not be finite any more.
+        repetition_penalty=fields.number("repetition_penalty", 1.0, 0.01, 2.0),
         logit_bias=read_bias(fields, limits.vocab_size),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
