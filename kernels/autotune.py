@@ -40,7 +40,7 @@ from decant.kernels import (
 Options = dict[str, int]
 COMPILE_WORKERS = max(2, (os.cpu_count() or 4) - 2)
 CANDIDATE_S = 45.0  # a candidate that has said nothing for so long hangs
-GAIN = 0.98  # a CUDA kernel must be so much faster than Triton to be taken
+GAIN = 0.98  # a candidate must be so much faster than what is there to be taken
 
 
 @dataclass(frozen=True)
@@ -71,22 +71,27 @@ class Tried:
     error: float | None = None
     problem: str = ""
 
+    @property
+    def is_default(self) -> bool:
+        return self.implementation == "triton" and not self.options
+
 
 @dataclass
 class Outcome:
     job: Job
     tried: list[Tried] = field(default_factory=list)
 
-    def best(self, implementation: str) -> Tried | None:
-        usable = [t for t in self.tried if t.us is not None and t.implementation == implementation]
+    def best(self, is_default: bool) -> Tried | None:
+        """The fastest of the candidates, or what runs without a line."""
+        usable = [t for t in self.tried if t.us is not None and t.is_default == is_default]
         return min(usable, key=lambda t: t.us or 0.0, default=None)
 
     def line(self) -> tuple[int, tuned.Choice]:
-        """The table's line: the fastest CUDA kernel, unless Triton is as fast."""
-        ours, triton = self.best("cuda"), self.best("triton")
-        if ours is None or (triton is not None and (ours.us or 0) > GAIN * (triton.us or 0)):
+        """The table's line: the fastest candidate, unless what is there is as fast."""
+        ours, default = self.best(False), self.best(True)
+        if ours is None or (default is not None and (ours.us or 0) > GAIN * (default.us or 0)):
             return self.job.bound, tuned.TRITON
-        return self.job.bound, tuned.Choice("cuda", ours.options)
+        return self.job.bound, tuned.Choice(ours.implementation, ours.options)
 
 
 def _options(**values: int) -> Options:
@@ -180,7 +185,43 @@ def _small() -> Iterator[Job]:
         yield Job("select", rows, "index", arguments, (options,))
 
 
-GROUPS = {"moe": _moe, "attention": _attention, "linear": _linear, "small": _small}
+TILES = ((128, 128, 8, 3), (128, 128, 8, 4), (128, 256, 8, 3), (64, 256, 8, 3), (64, 256, 4, 4))
+TILES += ((256, 128, 8, 3), (128, 64, 4, 4))
+
+
+def _triton() -> Iterator[Job]:
+    """Sizes of Triton kernels that are worth a look on every new GPU or compiler."""
+
+    def config(n: int, t: int, splits: int, warps: int, stages: int) -> Options:
+        sizes = _options(block_n=n, block_t=t, splits=splits)
+        return sizes | _options(num_warps=warps, num_stages=stages)
+
+    for n, k in ((8192, 1024), (1536, 4096), (4096, 2048)):
+        options = tuple(config(bn, bt, 1, w, st) for bn, bt, w, st in TILES)
+        arguments = {"tokens": 4096, "n": n, "k": k}
+        yield Job(f"linear_{k}", 1 << 30, "linear", arguments, (options,))
+    for rows in (1, 8, 64):
+        shapes = (
+            (64, 528, 4),
+            (64, 264, 8),
+            (128, 264, 4),
+            (128, 264, 8),
+            (128, 528, 8),
+            (64, 1056, 4),
+        )
+        options = tuple(config(n, 0, programs, w, 3) for n, programs, w in shapes)
+        arguments = {"rows": rows, "context": 1 << 16, "what": "logits"}
+        yield Job("logits", rows if rows < 64 else 1 << 30, "index", arguments, (options,))
+
+
+def is_triton(options: Options) -> bool:
+    """Whether options are a Triton kernel's configuration."""
+    return "num_warps" in options
+
+
+GROUPS = {
+    "moe": _moe, "attention": _attention, "linear": _linear, "small": _small, "triton": _triton,
+}  # fmt: skip
 
 
 def jobs(names: list[str]) -> list[Job]:
@@ -194,6 +235,8 @@ def jobs(names: list[str]) -> list[Job]:
 def problem(job: Job, options: Mapping[str, int], arch: str) -> str:
     """Why a candidate does not exist on an architecture; empty if it does."""
     a = job.arguments
+    if is_triton(dict(options)):
+        return ""
     if job.op == "moe":
         return fp4_moe_cuda.problem(options, arch, 1024, 4096, 512, 32)
     if job.op.startswith("attention"):
@@ -213,6 +256,8 @@ def problem(job: Job, options: Mapping[str, int], arch: str) -> str:
 def builds(job: Job, options: Options) -> list[tuple[str, Options]]:
     """(source, constants) of a candidate at the model's shapes."""
     a = job.arguments
+    if is_triton(options):
+        return []  # Triton compiles when it is first called
     if job.op == "moe":
         both = fp4_moe_cuda.builds(options, 1024, 4096, 512, 32, 6)
         return [
@@ -299,7 +344,7 @@ def worker() -> int:
                 build = partial(getattr(cases, ask["case"]), arch, **ask["arguments"])
                 # a problem can be kept where nothing that it prepares depends on the options
                 key = json.dumps([ask["case"], ask["arguments"]])
-                if ask["op"] == "moe" or key != cached[0]:
+                if ask["op"] in ("moe", "logits") or key != cached[0]:
                     cached = ("", None)
                     gc.collect()
                     torch.cuda.empty_cache()
@@ -380,9 +425,10 @@ def measure_job(job: Job, ask: Worker, arch: str, until: float) -> Outcome:
     """Triton first, then the stages; later stages build on the best so far."""
     outcome = Outcome(job)
 
-    def one(implementation: str, options: Options) -> None:
+    def one(options: Options) -> None:
         if time.monotonic() > until:
             return
+        implementation = "cuda" if options and not is_triton(options) else "triton"
         tried = Tried(options, implementation)
         if implementation == "cuda" and (reason := problem(job, options, arch)):
             tried.problem = reason
@@ -394,14 +440,14 @@ def measure_job(job: Job, ask: Worker, arch: str, until: float) -> Outcome:
             tried.problem = answer.get("problem", "")
         outcome.tried.append(tried)
 
-    one("triton", {})
+    one({})
     for i, stage in enumerate(job.stages):
-        best = outcome.best("cuda")
+        best = outcome.best(False)
         if i and best is None:
             break
         base = {} if best is None else best.options
         for options in stage:
-            one("cuda", options if i == 0 else base | options)
+            one(options if i == 0 else base | options)
     return outcome
 
 
@@ -416,7 +462,7 @@ def table(outcomes: list[Outcome], arch: str) -> Table:
     return {
         key: sorted(lines, key=lambda line: line[0])
         for key, lines in out.items()
-        if any(choice.is_cuda for _, choice in lines)
+        if any(choice != tuned.TRITON for _, choice in lines)
     }
 
 
@@ -442,6 +488,17 @@ def write(
         partial_file.replace(folder / name)
 
 
+def join(old: Path, new: Path) -> None:
+    """Write into ``new`` its own lines and those of ``old``, line by line: where both have the same
+    operation and size, the new one stays."""
+    merged: dict[tuple[str, str], dict[int, tuned.Choice]] = {}
+    for path in (old, new):
+        for key, lines in tuned.parse(path.read_text()).items():
+            merged.setdefault(key, {}).update(dict(lines))
+    table = {key: sorted(lines.items()) for key, lines in merged.items()}
+    new.write_text(tuned.dump(table) if table else "{}\n")
+
+
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="decant.kernels.autotune", description=__doc__)
     parser.add_argument("group", nargs="*", help=f"of {', '.join(GROUPS)}; all if none is named")
@@ -450,10 +507,14 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--compile-seconds", type=float, default=150.0)
     parser.add_argument("--compile-only", metavar="ARCH", help="compile for it and stop")
     parser.add_argument("--base", type=Path, help="table whose other operations are kept")
+    parser.add_argument("--join", nargs=2, type=Path, metavar=("OLD", "NEW"), help="see join")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.worker:
         return worker()
+    if arguments.join:
+        join(*arguments.join)
+        return 0
     if unknown := set(arguments.group) - set(GROUPS):
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
     todo = jobs(arguments.group)
@@ -483,18 +544,18 @@ def main(argv: list[str]) -> int:
 
 
 def summary(outcome: Outcome) -> str:
-    """One line: Triton's time, the three fastest candidates, and the first problem."""
+    """One line: the time of what is there, the three fastest candidates, and the first problem."""
 
     def text(tried: Tried | None) -> str:
         return "-" if tried is None else f"{tried.us:.2f}"
 
     ours = sorted(
-        (t for t in outcome.tried if t.us is not None and t.implementation == "cuda"),
+        (t for t in outcome.tried if t.us is not None and not t.is_default),
         key=lambda t: t.us or 0.0,
     )
     best = " ".join(f"{t.us:.2f}({','.join(str(v) for v in t.options.values())})" for t in ours[:3])
     wrong = next((t.problem for t in outcome.tried if t.problem), "")[:100]
-    return f"{outcome.job.label} | triton {text(outcome.best('triton'))} | {best} | {wrong}"
+    return f"{outcome.job.label} | now {text(outcome.best(True))} | {best} | {wrong}"
 
 
 if __name__ == "__main__":

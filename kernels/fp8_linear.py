@@ -307,6 +307,7 @@ def fp8_linear(
         return cuda_linear(
             chosen, arch, mode, x, factors, weight, scale, None, out, tokens, stride, n
         )
+    config = config or tuned.choice(arch, f"linear_{k}", tokens).config()
     config = config or lookup(CONFIGS[arch], tokens)
     splits = splits_for(config, n, k, arch)
     partial, counter = scratch if scratch is not None else (None, None)

@@ -347,6 +347,11 @@ class IndexPlan:
     chunk: int
 
 
+def logits_config(rows: int, arch: str) -> Config:
+    """Configuration of the logits for a bucket of rows."""
+    return tuned.choice(arch, "logits", rows).config() or lookup(LOGITS[arch], rows)
+
+
 def new_plan(rows: int, arch: str, device: torch.device | str) -> IndexPlan:
     """Buffers of a plan for a bucket of rows."""
     return IndexPlan(
@@ -354,7 +359,7 @@ def new_plan(rows: int, arch: str, device: torch.device | str) -> IndexPlan:
         torch.zeros(rows, dtype=torch.int64, device=device),
         torch.zeros(rows + 1, dtype=torch.int32, device=device),
         torch.zeros(rows + 1, dtype=torch.int32, device=device),
-        lookup(LOGITS[arch], rows).block_n,
+        logits_config(rows, arch).block_n,
         lookup(SELECT[arch], rows).block_n,
     )
 
@@ -427,7 +432,7 @@ def index_logits(
     rows, heads, _ = codes.shape
     if page_stride % 16 or part.offset % 16 or part.scale_bytes != INDEX_SCALE_BYTES:
         raise ValueError("page stride and index part must be multiples of 16 bytes")
-    config = lookup(LOGITS[arch], rows)
+    config = logits_config(rows, arch)
     _logits_kernel[(config.splits,)](
         codes,
         weights,

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from decant.kernels.config import Config
+
 PATH = Path(__file__).parent / "tuned.json"
 DETERMINISTIC = Path(__file__).parent / "deterministic.json"
 ENVIRONMENT = "DECANT_TUNED"  # path of a file to use instead, or "deterministic"
@@ -27,7 +29,8 @@ IMPLEMENTATIONS = ("triton", "cuda")
 
 @dataclass(frozen=True)
 class Choice:
-    """implementation: one of IMPLEMENTATIONS; options: constants that it is built with."""
+    """implementation: one of IMPLEMENTATIONS; options: constants that it is built with (of Triton:
+    the fields of a Config)."""
 
     implementation: str
     options: Mapping[str, int]
@@ -35,6 +38,10 @@ class Choice:
     @property
     def is_cuda(self) -> bool:
         return self.implementation == "cuda"
+
+    def config(self) -> Config | None:
+        """Launch configuration of a tuned Triton kernel; None: the table beside the kernel."""
+        return None if self.is_cuda or not self.options else Config(**self.options)
 
 
 TRITON = Choice("triton", {})

@@ -8,6 +8,7 @@ import pytest
 
 from decant.kernels import autotune, tuned
 from decant.kernels.autotune import Job, Outcome, Tried
+from decant.kernels.config import Config
 
 
 @pytest.mark.parametrize("arch", ["sm_90", "sm_120"])
@@ -19,7 +20,7 @@ def test_every_line_has_candidates(arch: str) -> None:
         # the gate of 64 tokens takes more shared memory than sm_120 has: Triton serves it
         assert fitting or (arch == "sm_120" and job.op == "gate" and job.bound == 64), job.label
         for options in fitting:
-            assert autotune.builds(job, options)
+            assert autotune.builds(job, options) or autotune.is_triton(options)
 
 
 def outcome(bound: int, triton: float | None, *ours: float | None) -> Outcome:
@@ -35,6 +36,11 @@ def test_lines_follow_from_measurements() -> None:
     assert outcome(8, 10.0, None).line() == (8, tuned.TRITON)
     assert outcome(8, None, 9.0).line() == (8, tuned.Choice("cuda", {"cluster": 1}))
     assert outcome(8, None, None).line() == (8, tuned.TRITON)
+    config = {"block_n": 64, "num_warps": 4, "num_stages": 3}
+    other = Outcome(Job("logits", 8, "index", {}, ()), [Tried({}, "triton", 5.0)])
+    other.tried.append(Tried(config, "triton", 4.0))
+    assert other.line() == (8, tuned.Choice("triton", config))
+    assert other.line()[1].config() == Config(block_n=64, num_warps=4, num_stages=3)
 
 
 def test_files_are_read_back_and_other_operations_are_kept(tmp_path: Path) -> None:
@@ -49,6 +55,17 @@ def test_files_are_read_back_and_other_operations_are_kept(tmp_path: Path) -> No
     report = json.loads((tmp_path / "autotune.json").read_text())
     assert report["jobs"][0]["tried"][1]["us"] == 5.0
     assert "20.00(1)" in autotune.summary(done[1])
+
+
+def test_tables_are_joined_line_by_line(tmp_path: Path) -> None:
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    a, b = tuned.Choice("cuda", {"tokens": 8}), tuned.Choice("cuda", {"tokens": 16})
+    old.write_text(tuned.dump({("sm_90", "x"): [(1, a), (8, a)], ("sm_90", "y"): [(1, a)]}))
+    new.write_text(tuned.dump({("sm_90", "x"): [(8, b), (64, b)]}))
+    autotune.join(old, new)
+    read = tuned.parse(new.read_text())
+    assert read["sm_90", "x"] == ((1, a), (8, b), (64, b))
+    assert read["sm_90", "y"] == ((1, a),)
 
 
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="the worker would live")
