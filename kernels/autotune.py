@@ -185,33 +185,31 @@ def _small() -> Iterator[Job]:
         yield Job("select", rows, "index", arguments, (options,))
 
 
-TILES = ((128, 128, 8, 3), (128, 128, 8, 4), (128, 256, 8, 3), (64, 256, 8, 3), (64, 256, 4, 4))
-TILES += ((256, 128, 8, 3), (128, 64, 4, 4))
+TILES = ((128, 128, 8, 3), (128, 256, 8, 3), (64, 256, 8, 3), (256, 128, 8, 3))
+EXPERT_TILES = ((128, 64, 8, 3), (128, 128, 8, 3), (128, 128, 8, 2), (64, 128, 8, 3))
 
 
 def _triton() -> Iterator[Job]:
     """Sizes of Triton kernels that are worth a look on every new GPU or compiler."""
 
-    def config(n: int, t: int, splits: int, warps: int, stages: int) -> Options:
-        sizes = _options(block_n=n, block_t=t, splits=splits)
+    def config(n: int, t: int, k: int, splits: int, warps: int, stages: int) -> Options:
+        sizes = _options(block_n=n, block_t=t, block_k=k, splits=splits)
         return sizes | _options(num_warps=warps, num_stages=stages)
 
-    for n, k in ((8192, 1024), (1536, 4096), (4096, 2048)):
-        options = tuple(config(bn, bt, 1, w, st) for bn, bt, w, st in TILES)
-        arguments = {"tokens": 4096, "n": n, "k": k}
-        yield Job(f"linear_{k}", 1 << 30, "linear", arguments, (options,))
+    last = 1 << 30
+    for kernel in ("gate_up", "down"):
+        options = tuple(config(n, 128, k, 0, w, st) for n, k, w, st in EXPERT_TILES)
+        yield Job(f"moe_{kernel}", last, "moe", {"tokens": 4096, "kind": "mxfp4"}, (options,))
+    for n, k in ((8192, 1024), (1536, 4096)):
+        options = tuple(config(bn, bt, 0, 1, w, st) for bn, bt, w, st in TILES)
+        yield Job(f"linear_{k}", last, "linear", {"tokens": 4096, "n": n, "k": k}, (options,))
+    options = tuple(config(bn, bt, 0, 1, w, st) for bn, bt, w, st in TILES[:3])
+    yield Job("wo_a_4096", last, "projection", {"tokens": 4096}, (options,))
     for rows in (1, 8, 64):
-        shapes = (
-            (64, 528, 4),
-            (64, 264, 8),
-            (128, 264, 4),
-            (128, 264, 8),
-            (128, 528, 8),
-            (64, 1056, 4),
-        )
-        options = tuple(config(n, 0, programs, w, 3) for n, programs, w in shapes)
+        shapes = ((64, 528, 4), (64, 264, 8), (128, 264, 4), (128, 264, 8), (128, 528, 8))
+        options = tuple(config(n, 0, 0, programs, w, 3) for n, programs, w in shapes)
         arguments = {"rows": rows, "context": 1 << 16, "what": "logits"}
-        yield Job("logits", rows if rows < 64 else 1 << 30, "index", arguments, (options,))
+        yield Job("logits", rows if rows < 64 else last, "index", arguments, (options,))
 
 
 def is_triton(options: Options) -> bool:
@@ -350,6 +348,11 @@ def worker() -> int:
                     torch.cuda.empty_cache()
                     cached = (key, build())
                 p = cached[1]
+                if ask.get("warm"):
+                    p.run(0)
+                    torch.cuda.synchronize()
+                    print("{}", flush=True)
+                    continue
                 error = p.error() if p.error else 0.0
                 answer["error"] = error
                 if error <= p.tolerance:
@@ -419,6 +422,31 @@ class Worker:
 
 
 # ---- the whole -----------------------------------------------------------------------------------
+
+
+def warm_triton(todo: list[Job], seconds: float) -> None:
+    """Let Triton compile its candidates in parallel workers; what fails is found when measured."""
+    questions = [
+        {"case": job.case, "arguments": job.arguments, "op": job.op, "implementation": "triton",
+         "options": options, "warm": True}
+        for job in todo for options in candidates(job) if is_triton(options)
+    ]  # fmt: skip
+    until = time.monotonic() + seconds
+    place = threading.local()
+    started: list[Worker] = []
+
+    def ask(question: dict[str, Any]) -> None:
+        if not hasattr(place, "worker"):
+            place.worker = Worker()
+            started.append(place.worker)
+        left = until - time.monotonic()
+        if left > 1:
+            place.worker.ask(question, left)
+
+    with concurrent.futures.ThreadPoolExecutor(min(8, COMPILE_WORKERS)) as pool:
+        list(pool.map(ask, questions))
+    for worker in started:
+        worker.close()
 
 
 def measure_job(job: Job, ask: Worker, arch: str, until: float) -> Outcome:
@@ -531,6 +559,7 @@ def main(argv: list[str]) -> int:
     if arguments.base is not None and arguments.base.exists():
         base = {key: list(lines) for key, lines in tuned.parse(arguments.base.read_text()).items()}
     failed = compile_all(todo, arch, arguments.compile_seconds)
+    warm_triton(todo, arguments.compile_seconds)
     until, asker, outcomes = time.monotonic() + arguments.seconds, Worker(), []
     with contextlib.closing(asker):
         for job in todo:

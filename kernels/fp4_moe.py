@@ -315,7 +315,13 @@ def block_tokens(num_pairs: int, arch: str) -> int:
     chosen = tuned.choice(arch, "moe", num_pairs)
     if chosen.is_cuda:
         return chosen.options["tokens"]
-    return lookup(CONFIGS[arch, "gate_up"], num_pairs).block_t
+    return triton_config(arch, "gate_up", num_pairs).block_t
+
+
+def triton_config(arch: str, kernel: str, num_pairs: int) -> Config:
+    """Configuration of "gate_up" or "down": the tuned one, else the table's."""
+    tuned_one = tuned.choice(arch, f"moe_{kernel}", num_pairs).config()
+    return tuned_one or lookup(CONFIGS[arch, kernel], num_pairs)
 
 
 def unroll(config: Config, k: int, group: int) -> int:
@@ -364,8 +370,8 @@ def fp4_moe(
         return fp4_moe_cuda.run(
             chosen.options, arch, x, w13, w2, weights, tiles, hidden, partial, out, shared
         )
-    up = lookup(CONFIGS[arch, "gate_up"], num_pairs)
-    down = lookup(CONFIGS[arch, "down"], num_pairs)
+    up = triton_config(arch, "gate_up", num_pairs)
+    down = triton_config(arch, "down", num_pairs)
     if tiles.block_t != up.block_t or down.block_t != up.block_t:
         raise ValueError(
             f"the tile list holds {tiles.block_t} tokens a tile, the kernels want {up.block_t}"

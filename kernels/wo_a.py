@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from decant.kernels import tuned
 from decant.kernels.config import Config, lookup
 from decant.kernels.fp8_linear import (
     BLOCK,
@@ -170,6 +171,7 @@ def wo_a(
         return cuda_linear(
             chosen, arch, 2, o, None, weight, scale, rope, out, tokens, width_all, rank
         )
+    config = config or tuned.choice(arch, f"wo_a_{k}", tokens).config()
     config = config or lookup(CONFIGS[arch], tokens)
     if rank % config.block_n:
         raise ValueError(f"group rank {rank} is not a multiple of {config.block_n}")
