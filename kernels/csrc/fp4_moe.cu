@@ -48,13 +48,18 @@ template <bool UP> struct Work {
     const int slice = step / K_STEPS, pair0 = (step % K_STEPS) * KB;
     u8* stage = shared + (step % STAGES) * STAGE;
     constexpr int PARTS = GROUP / 16, RUN = ROWS * PARTS;
-    UNROLL for (int c = thread; c < KB * RUN; c += THREADS) {
+    constexpr int CODES = KB * RUN, SCALES = KB * 2 * RG;
+    UNROLL for (int i = 0; i < (CODES + THREADS - 1) / THREADS; i++) {
+      const int c = i * THREADS + thread;
+      if (CODES % THREADS && c >= CODES) continue;
       const int pair = c / RUN, row = c % RUN / PARTS, part = c % PARTS;
       const i64 at = (i64)(pair0 + pair) * (N * GROUP) +
                      weight_row<UP>(block_x(), slice, row) * GROUP + part * 16;
       copy16_async(stage + c * 16, codes + at);
     }
-    UNROLL for (int c = thread; c < KB * 2 * RG; c += THREADS) {
+    UNROLL for (int i = 0; i < (SCALES + THREADS - 1) / THREADS; i++) {
+      const int c = i * THREADS + thread;
+      if (SCALES % THREADS && c >= SCALES) continue;
       const int group = c / RG, row = c % RG * 16;
       const i64 at = (i64)(pair0 * 2 + group) * N + weight_row<UP>(block_x(), slice, row);
       copy16_async(stage + CODE_BYTES + c * 16, scales + at);
