@@ -3,7 +3,7 @@
 Importing torch is most of a worker's start. ``supervisord_main`` starts this process beside the
 set, asks it for a worker instead of executing one, and does without it when it is not ready, dies
 or does not answer. A worker is forked twice, so that it becomes supervisord's own child (which
-is a subreaper): whatever is true of an executed worker is true of it, except for its command line.
+is a subreaper): whatever is true of an executed worker is true of it.
 
 Only on the CPU and with one thread of OpenMP: nothing here may have threads, or a device, when it
 forks.
@@ -39,6 +39,7 @@ NICE = 10  # of the imports
 ANSWER_S = 5.0
 ADOPTED_S = 5.0
 MAX_ORDER_BYTES = 1 << 20
+SHOWN_BYTES = 512  # room for a worker's command line, which ps shows
 PR_SET_NAME = 15
 READY = b"ready"
 
@@ -68,7 +69,7 @@ class Nursery:
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "decant.services.nursery", str(theirs.fileno()),
-                 str(self._start_s), str(os.getpid())],
+                 str(self._start_s), str(os.getpid()), " " * SHOWN_BYTES],
                 pass_fds=(theirs.fileno(),),
                 env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
                      "CUDA_VISIBLE_DEVICES": ""},
@@ -216,11 +217,22 @@ def _become(order: Order, descriptors: list[int]) -> None:
         sys.argv.insert(0, module)
         service = module.rpartition(".")[2]
         ctypes.CDLL(None).prctl(PR_SET_NAME, service.encode(), 0, 0, 0)
+        _show([sys.executable, "-P", "-m", *order.arguments])
         run(service, importlib.import_module(module).main)
     except SystemExit as end_of_process:
         status = end_of_process.code if isinstance(end_of_process.code, int) else 1
     finally:
         os._exit(status)
+
+
+def _show(words: Sequence[str]) -> None:
+    """Put a command line where the kernel reads ours."""
+    with open("/proc/self/stat", encoding="ascii", errors="replace") as file:
+        fields = file.read().rpartition(")")[2].split()  # from the third on
+    begin, end = int(fields[45]), int(fields[46])  # arg_start, arg_end
+    text = b"\0".join(word.encode() for word in words)[: end - begin - 1]
+    if begin and text:
+        ctypes.memmove(begin, text.ljust(end - begin, b"\0"), end - begin)
 
 
 if __name__ == "__main__":

@@ -48,10 +48,12 @@ for _ in range(2):
     pid = home.fork(order, environment, [null, sink, sink])
     os.close(sink)
     stat = open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()
+    while "draft-7" not in (command := open(f"/proc/{pid}/cmdline").read()):
+        time.sleep(0.01)
     with open(source) as said:
         text = said.read()
     _, status = os.waitpid(pid, 0)  # our child
-    found.append([pid, int(stat[2]), os.waitstatus_to_exitcode(status), text])
+    found.append([pid, int(stat[2]), os.waitstatus_to_exitcode(status), text, command])
 os.kill(home.pid, signal.SIGKILL)
 before = home.pid
 assert home.fork(order, environment, [null, 1, 1]) == 0 and home.pid != before  # another one
@@ -69,7 +71,9 @@ def test_a_worker_is_its_asker_s_child(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     found, left = json.loads(done.stdout.splitlines()[-1])
-    for pid, group, status, text in found:
+    for pid, group, status, text, command in found:
+        shown = [sys.executable, "-P", "-m", "decant.services.draft", "--config"]
+        assert command.split("\0")[:5] == shown and command.rstrip("\0").endswith("draft-7")
         assert group == pid  # stopasgroup and killasgroup of supervisord reach it alone
         assert status == 2 and "draft-7: cannot read /nowhere/config.toml" in text
     assert not os.path.exists(f"/proc/{left}")
