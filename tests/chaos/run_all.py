@@ -94,13 +94,13 @@ def started(row: Row) -> Iterator[RealSet]:
                 os.environ.pop(name, None)
 
 
-def run(row: Row, seed: int, num: int, minutes: float) -> Result:
-    """One row on a set of its own."""
+def run(row: Row, seed: int, num: int, minutes: float, num_distinct: int = 60) -> Result:
+    """One row on a set of its own. num_distinct: different requests, asked again and again."""
     began = time.monotonic()
     result: Result = {"row": row.name, "seed": seed, "num": num}
     try:
         with started(row) as real:
-            stage = Stage(real)
+            stage = Stage(real, num_distinct)
             result |= asyncio.run(_call(row.job, stage, seed, num, minutes))
             if not is_good(result):
                 (Path.cwd() / f"chaos-{row.name}-{seed}.log").write_text(real.logs(400))
@@ -123,6 +123,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--num", type=int, default=0, help="how much of each row; 0: all of it")
     parser.add_argument("--scale", type=float, default=1.0, help="of the full forms' num")
+    parser.add_argument("--distinct", type=int, default=60, help="requests, asked again and again")
     parser.add_argument("--minutes", type=float, default=60.0, help="for all rows together")
     arguments = parser.parse_args()
     print_line = functools.partial(print, flush=True)
@@ -137,7 +138,8 @@ def main() -> int:
             print_line(line({"row": name, "skipped": "no time left"}))
             continue
         num = arguments.num or max(1, round(row.num * arguments.scale))
-        result = run(row, arguments.seed, num, min(left - 0.3, max(1.0, row.minutes)))
+        row_minutes = min(left - 0.3, max(1.0, row.minutes))
+        result = run(row, arguments.seed, num, row_minutes, arguments.distinct)
         print_line(line(result))
         is_all_good = is_all_good and bool(result["is_good"])
     return 0 if is_all_good else 1
