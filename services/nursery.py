@@ -26,7 +26,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from decant.services.process import die_with_parent, run
+# NOTE: supervisord imports this file for the handle; what only the nursery needs is imported there.
 
 SERVICES = ("decode", "prefill", "draft")
 MODULES = (
@@ -153,6 +153,8 @@ def _load() -> None:
 
 
 def main(descriptor: int, start_s: float, parent: int) -> None:
+    from decant.services.process import die_with_parent
+
     die_with_parent(signal.SIGKILL)
     if os.getppid() != parent:  # it died before we could ask for that
         return
@@ -218,7 +220,8 @@ def _become(order: Order, descriptors: list[int]) -> None:
         service = module.rpartition(".")[2]
         ctypes.CDLL(None).prctl(PR_SET_NAME, service.encode(), 0, 0, 0)
         _show([sys.executable, "-P", "-m", *order.arguments])
-        run(service, importlib.import_module(module).main)
+        process = importlib.import_module("decant.services.process")
+        process.run(service, importlib.import_module(module).main)
     except SystemExit as end_of_process:
         status = end_of_process.code if isinstance(end_of_process.code, int) else 1
     finally:

@@ -13,6 +13,7 @@ import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -229,8 +230,12 @@ class SupervisorClient:
             self._call("shutdown")
 
 
-def connect(run_dir: str | Path, timeout_s: float = 10.0) -> SupervisorClient:
-    """A client whose first call succeeded. Raises: ConnectionError after ``timeout_s``."""
+def connect(
+    run_dir: str | Path, timeout_s: float = 10.0, is_alive: Callable[[], bool] = lambda: True
+) -> SupervisorClient:
+    """A client whose first call succeeded. Raises: ConnectionError after ``timeout_s``, or as soon
+    as supervisord is not alive.
+    """
     end = time.monotonic() + timeout_s
     while True:
         try:
@@ -238,6 +243,6 @@ def connect(run_dir: str | Path, timeout_s: float = 10.0) -> SupervisorClient:
             client.processes()
             return client
         except OSError as error:
-            if time.monotonic() >= end:
+            if time.monotonic() >= end or not is_alive():
                 raise ConnectionError(f"no supervisord answers in {run_dir}") from error
             time.sleep(0.05)

@@ -178,7 +178,7 @@ def wait_ready(config: Config, child: subprocess.Popen[bytes], timeout_s: float)
     progress = Progress()
     progress.show("starting")
     try:
-        client = supervisor.connect(config.run_dir, 15.0)
+        client = supervisor.connect(config.run_dir, 60.0, lambda: child.poll() is None)
     except ConnectionError as error:
         raise Died(f"supervisord did not start; see {config.run_dir}/logs") from error
     api = Api(url_of(config), key_of(config), timeout_s=5.0)
