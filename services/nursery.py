@@ -58,7 +58,7 @@ class Nursery:
     """The handle that supervisord has of it."""
 
     def __init__(self, start_s: float = START_S) -> None:
-        """start_s: until it begins to load."""
+        """start_s: until it begins to load, nicely; 0: at once, and like everybody."""
         self._start_s = start_s
         self._socket: socket.socket | None = None
         self._is_ready = False
@@ -145,9 +145,10 @@ def can_raise(arguments: Sequence[str], environment: dict[str, str]) -> list[str
     return words[3:]
 
 
-def _load() -> None:
+def _load(nice: int) -> None:
     """In a thread, because only a thread can be nice for a while."""
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+    if nice:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
     for name in MODULES:
         importlib.import_module(name)
 
@@ -160,7 +161,7 @@ def main(descriptor: int, start_s: float, parent: int) -> None:
         return
     link = socket.socket(fileno=descriptor)
     time.sleep(start_s)
-    thread = threading.Thread(target=_load)
+    thread = threading.Thread(target=_load, args=(NICE if start_s else 0,))
     thread.start()
     thread.join()
     while len(os.listdir("/proc/self/task")) > 1:  # it is joined a moment before it is gone
