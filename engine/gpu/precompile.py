@@ -8,6 +8,7 @@ what was noted into Triton's cache on disk, which the launches find. Nothing her
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib
 import json
 import logging
@@ -17,10 +18,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import triton
+from triton import knobs
 
 from decant.engine.gpu.model import GpuModel
 from decant.engine.gpu.runner import Runner
@@ -65,16 +69,18 @@ def without_device(arch: int) -> Iterator[None]:
 
 
 def note(run: Callable[[], object]) -> list[dict[str, str]]:
-    """Run something dry. Returns: {module, name, data} of every kernel that it would compile."""
-    from triton import knobs
-
+    """Run something dry. Returns: {module, name, data, source} of every kernel that it would
+    compile; source: hash of its text."""
     found: dict[str, dict[str, str]] = {}
 
     def hook(**given: Any) -> bool:
         data = given["compile"]["specialization_data"]
         function = given["fn"].jit_function
         name = function.fn.__qualname__
-        found[name + data] = {"module": function.fn.__module__, "name": name, "data": data}
+        module = function.fn.__module__
+        found[name + data] = {
+            "module": module, "name": name, "data": data, "source": function.cache_key,
+        }  # fmt: skip
         return True  # neither compiled nor launched
 
     before, launch = knobs.runtime.jit_cache_hook, cuda.launch
@@ -95,6 +101,12 @@ def compile_all(
     when it is launched, which says what is wrong with it."""
     if not wanted:
         return 0
+    # Starting the workers costs seconds even if all is there: remember that it is.
+    names = sorted(kernel["source"] + kernel["data"] for kernel in wanted)
+    text = f"{arch} {triton.__version__} {''.join(names)}"
+    marker = Path(knobs.cache.dir) / f"decant-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
+    if marker.exists():
+        return len(wanted)
     workers = min(len(wanted), workers or max(1, (os.cpu_count() or 2) - 1))
     command = [sys.executable, "-P", "-m", "decant.engine.gpu.precompile"]
     environment = {**os.environ, "TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
@@ -116,6 +128,9 @@ def compile_all(
         except subprocess.TimeoutExpired:
             process.kill()
             process.communicate()
+    if done == len(wanted):
+        marker.parent.mkdir(parents=True, exist_ok=True)
+        marker.touch()
     return done
 
 

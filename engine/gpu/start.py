@@ -127,7 +127,8 @@ def build_engine(
     model = _model(checkpoint, device, True, "keys", kernels, comm)
     checkpoint.close()
     drafts = config.draft.num_drafts if config.draft.enabled else 0
-    _compile(config, model, layout, context, role, drafts)
+    if graphs:  # what only checks a few steps compiles what these need
+        _compile(config, model, layout, context, role, drafts)
     if kernels is None:
         probe(model, layout, device, prefix + "-probe")
     _agree(model.ops, comm)
