@@ -3,10 +3,12 @@ before anything else is loaded."""
 
 from __future__ import annotations
 
+import functools
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
@@ -14,6 +16,8 @@ from decant.protocol.config import Config
 from decant.protocol.errors import ConfigError
 
 MPS_WAIT_S = 60.0
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def check_gpu(config: Config) -> None:
@@ -26,6 +30,21 @@ def check_gpu(config: Config) -> None:
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     if not torch.cuda.is_available():
         raise ConfigError("device = cuda, but this machine has no CUDA GPU: use device = cpu")
+
+
+def on_device(
+    method: Callable[Concatenate[Any, P], T],
+) -> Callable[Concatenate[Any, P], T]:
+    """A method of an engine without gradients and with the engine's GPU as the current one, which
+    is a matter of the calling thread."""
+
+    def call(self: Any, /, *args: P.args, **more: P.kwargs) -> T:
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        with torch.inference_mode():
+            return method(self, *args, **more)
+
+    return functools.update_wrapper(call, method)
 
 
 def wait_for_mps(config: Config) -> None:

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from decant.engine.gpu.device import on_device
 from decant.engine.gpu.draws import Columns, DeviceSampler, columns
 from decant.engine.gpu.engine import PeerPools
 from decant.engine.gpu.header import bucket_of
@@ -94,7 +95,7 @@ class GpuDraftEngine:
 
     # -- proposals ---------------------------------------------------------------------------------
 
-    @torch.inference_mode()
+    @on_device
     def propose(self, peer: str, slots: Sequence[DraftSlot]) -> list[list[int]]:
         """See interface.DraftEngine. Raises: HandoffError, KVPageError."""
         pool = self._peers.get(peer)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import torch
 
+from decant.engine.gpu.device import on_device
 from decant.engine.gpu.draws import DeviceSampler
 from decant.engine.gpu.header import StepBody, StepHeader
 from decant.engine.gpu.layout import GpuLayout
@@ -132,7 +133,7 @@ class GpuEngine:
         """See interface.Engine. The chunk runs after the decode rows, apart from them."""
         return self.run(self.write(plan))
 
-    @torch.inference_mode()
+    @on_device
     def run(self, body: StepBody) -> StepResult:
         """A step from its header, on the leading rank: logits and streams to the host."""
         began = time.monotonic_ns()
@@ -145,7 +146,7 @@ class GpuEngine:
         self._finish()
         return StepResult(logits, streams, time.monotonic_ns() - began)
 
-    @torch.inference_mode()
+    @on_device
     def run_header(self, epoch: int) -> None:
         """The step ``epoch`` as the header says it, on a rank that only follows. Raises:
         EngineError."""
@@ -164,7 +165,7 @@ class GpuEngine:
         """See interface.DrawingEngine."""
         return self.run_and_draw(self.write(plan), rows)
 
-    @torch.inference_mode()
+    @on_device
     def run_and_draw(self, body: StepBody, rows: Callable[[], list[Row]]) -> list[Draw]:
         """A step from its header and its draws; ``rows`` is called while the step runs."""
         on_device = self._launch(body)
@@ -174,7 +175,7 @@ class GpuEngine:
         self._finish()
         return draws
 
-    @torch.inference_mode()
+    @on_device
     def draw_heads(self, slots: Sequence[int], rows: list[Row]) -> list[Draw]:
         """See interface.DrawingEngine."""
         return self._sampler.draw(self._head_logits(slots), rows)
@@ -201,18 +202,18 @@ class GpuEngine:
         streams = self.pool.read_streams(torch.tensor(slots, device=self.device))
         return self.model.logits(self.model.collapse(streams))
 
-    @torch.inference_mode()
+    @on_device
     def head(self, slots: Sequence[int]) -> F32:
         logits: F32 = self._head_logits(slots).cpu().numpy()
         return logits
 
-    @torch.inference_mode()
+    @on_device
     def run_heads(self, slots: Sequence[int]) -> None:
         """``head`` on a rank that only follows."""
         self._head_logits(slots)
         self._finish()
 
-    @torch.inference_mode()
+    @on_device
     def last_streams(self, slots: Sequence[int]) -> F32:
         for slot in slots:
             self.limits.check_slot(slot)
@@ -220,12 +221,13 @@ class GpuEngine:
         streams: F32 = self.pool.read_streams(index).float().cpu().numpy()
         return streams
 
-    @torch.inference_mode()
+    @on_device
     def clear_slot(self, slot: int) -> None:
         self.pool.clear_slot(slot)
 
     # -- hand-off ----------------------------------------------------------------------------------
 
+    @on_device
     def attach(self, peer: str, pools: Sequence[PoolHandle]) -> None:
         self._peers.attach(peer, pools)
 
@@ -245,7 +247,7 @@ class GpuEngine:
             yield
             self._copies.stream.synchronize()
 
-    @torch.inference_mode()
+    @on_device
     def pull_pages(
         self,
         peer: str,
@@ -265,7 +267,7 @@ class GpuEngine:
                 if checksum != here:
                     raise HandoffError(f"page {s} of {peer} does not match its checksum", page=s)
 
-    @torch.inference_mode()
+    @on_device
     def pull_slot(
         self, peer: str, source: int, target: int, num_tokens: int, checksum: int
     ) -> None:
@@ -279,44 +281,44 @@ class GpuEngine:
                     f"slot {source} of {peer} differs from its checksum", slot=source
                 )
 
-    @torch.inference_mode()
+    @on_device
     def page_checksum(self, page: int, num_tokens: int) -> int:
         return self.pool.page_checksum(page, num_tokens)
 
-    @torch.inference_mode()
+    @on_device
     def page_checksums(self, pages: Sequence[int], num_tokens: Sequence[int]) -> list[int]:
         """``page_checksum`` of several, with one wait for the device. On a stream of its own, so
         that it may run beside steps."""
         with self._copying():
             return self.pool.page_checksums(pages, num_tokens)
 
-    @torch.inference_mode()
+    @on_device
     def slot_checksum(self, slot: int, num_tokens: int) -> int:
         return self.pool.slot_checksum(slot, num_tokens)
 
-    @torch.inference_mode()
+    @on_device
     def copy_page(self, source: int, target: int) -> None:
         self.pool.pull_page(self.pool, source, target)
 
-    @torch.inference_mode()
+    @on_device
     def copy_slot(self, source: int, target: int, num_tokens: int) -> None:
         self.pool.pull_slot(self.pool, source, target)
 
-    @torch.inference_mode()
+    @on_device
     def save_page(self, page: int, num_tokens: int) -> bytes:
         """The whole extent, dead rows too."""
         return self.pool.save_page(page)
 
-    @torch.inference_mode()
+    @on_device
     def save_slot(self, slot: int, num_tokens: int) -> bytes:
         """The whole extent, dead rows too."""
         return self.pool.save_slot(slot)
 
-    @torch.inference_mode()
+    @on_device
     def load_page(self, page: int, num_tokens: int, data: bytes) -> None:
         self.pool.load_page(page, data)
 
-    @torch.inference_mode()
+    @on_device
     def load_slot(self, slot: int, num_tokens: int, data: bytes) -> None:
         self.pool.load_slot(slot, data)
 

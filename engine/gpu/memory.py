@@ -118,6 +118,9 @@ class DeviceMemory:
     def __init__(self, name: str, pointer: int, size: int, device: torch.device, how: str) -> None:
         self.name, self._pointer, self._how = name, pointer, how
         self.data = torch.as_tensor(_Span(pointer, size), device=device)
+        if self.data.data_ptr() != pointer:
+            # NOTE: memory of another GPU: torch would copy it to ours, and we would read the copy
+            self.data = torch.as_tensor(_Span(pointer, size))
 
     @classmethod
     def create(cls, size: int, device: torch.device) -> DeviceMemory:

@@ -25,7 +25,8 @@ LATER = [pair for pair in SMALL if pair.split("=")[0] not in {p.split("=")[0] fo
 
 @pytest.mark.slow
 @pytest.mark.e2e
-def test_a_set_of_gpu_groups_on_cpus() -> None:
+def test_a_set_of_gpu_groups_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "0")  # plain torch: the interpreter takes for ever
     run_dir = Path(tempfile.mkdtemp(prefix="twin"))  # short: sockets lie in it
     running = RealSet(run_dir, [*LATER, *TWIN])
     try:
