@@ -30,6 +30,7 @@ VLLM = {
     "decant_request_time_per_output_token_seconds": "vllm:request_time_per_output_token_seconds",
     "decant_e2e_request_latency_seconds": "vllm:e2e_request_latency_seconds",
     "decant_handoff_seconds": "vllm:nixl_xfer_time_seconds",
+    "decant_handoff_failures_total": "vllm:nixl_num_failed_transfers_total",
     "decant_spec_decode_num_drafts_total": "vllm:spec_decode_num_drafts_total",
     "decant_spec_decode_num_draft_tokens_total": "vllm:spec_decode_num_draft_tokens_total",
     "decant_spec_decode_num_accepted_tokens_total": "vllm:spec_decode_num_accepted_tokens_total",
