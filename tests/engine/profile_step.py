@@ -3,7 +3,8 @@
     python -P tests/engine/profile_step.py [--sequences 1,4,16] [--drafts 2] [--json FILE]
 
 Sequences of 200 tokens, then steps of 1 + drafts rows each; every section's own time (without the
-sections inside it) as the median over the steps. *products* are the matrix products, wherever they
+sections inside it) as the median over the steps, in processor time of the one thread, so that other
+load matters little (it still shares caches). *products* are the matrix products, wherever they
 stand; what a section shows beside them are elementwise functions, gathers and Python. ``calls``
 counts torch operations of one step: divided into the step, the time that each may cost.
 """
@@ -46,15 +47,15 @@ SECTIONS = (*dict.fromkeys(section for _, _, section in PARTS), "rest")
 
 
 class Clock:
-    """Exclusive time by section: entering one stops the clock of the one around it."""
+    """Exclusive processor time by section: entering one stops the clock of the one around it."""
 
     def __init__(self) -> None:
         self.spent: defaultdict[str, float] = defaultdict(float)
         self._open = ["rest"]
-        self._since = time.perf_counter()
+        self._since = time.thread_time()
 
     def _switch(self) -> None:
-        now = time.perf_counter()
+        now = time.thread_time()
         self.spent[self._open[-1]] += now - self._since
         self._since = now
 
@@ -98,9 +99,9 @@ def measure(engine: Engine, clock: Clock, num: int, rows: int, steps: int) -> di
     for step in range(steps + 3):
         plan = plan_of(engine, num, rows, step, PROMPT)
         clock.take()
-        began = time.perf_counter()
+        began = time.thread_time()
         engine.step(plan)
-        took = time.perf_counter() - began
+        took = time.thread_time() - began
         if step >= 3:
             whole.append(took)
             spent.append(clock.take())

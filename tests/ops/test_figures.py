@@ -148,6 +148,10 @@ def test_table_of_a_measured_machine(figures: ModuleType, tmp_path: Path) -> Non
     assert cells["TTFT p50, prompts of 100 tokens"] == "123 ms"
     name = "tokenizer and gateway add to a token batch, p50: one stream, 16 streams"
     assert cells[name] == "1.4 ms, 2.7 ms"
+    (tmp_path / "sixteen-streams.json").unlink()
+    runs["sixteen-streams"]["machine"] = {**machine, "other_cores": 1.25}
+    (tmp_path / "sixteen-streams-busy.json").write_text(json.dumps(runs["sixteen-streams"]))
+    assert "1.4 ms, 2.7 ms (other work kept 1.2 cores busy)" in figures.table(tmp_path)
     assert cells["memory of all processes"] == "1.25 GB"
     assert cells["processor time when idle"] == "4.1% of a core"
     assert cells["drafts accepted at position 1, 2"] == "90.0%, 80.0%"
