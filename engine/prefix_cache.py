@@ -200,7 +200,7 @@ class PrefixCache:
         num = len(self._entries)
         for entry in list(self._entries.values()):
             self._drop(entry)
-        self._moves = [m for m in self._moves if m.is_restore]  # nothing is saved any more
+        self._moves.clear()
         if self._tier is not None:
             self._tier.clear()
         self._seen.clear()

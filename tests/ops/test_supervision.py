@@ -78,6 +78,14 @@ def test_several_prefills_share_the_devices(run_dir: Path) -> None:
     assert groups == ["prefill", "prefill1"]  # locks and pools do not meet
 
 
+@pytest.mark.parametrize(
+    "room", [{"instances": 0}, {"tier_file_mb": 5}, {"tier_memory_mb": -1}, {"cache_pages": -1}]
+)
+def test_sizes_of_prefill_are_checked(run_dir: Path, room: dict[str, int]) -> None:
+    with pytest.raises(ConfigError):
+        config_in(run_dir, prefill=room)
+
+
 def test_no_draft_no_program(run_dir: Path) -> None:
     config = config_in(run_dir, draft={"enabled": False})
     assert "draft-0" not in [p.name for p in supervisor.programs(config)]
