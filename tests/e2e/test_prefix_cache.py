@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from real_set import RealSet
+from real_set import RealSet, decant
 
-from decant.services.client import Figures, unix_post
+from decant.services.client import Figures
 
 Talk = list[dict[str, Any]]
 PREFILLS = ("prefill-0", "prefill-1")
@@ -69,7 +69,8 @@ def start_talks(real: RealSet, seed: int, num: int = 4) -> list[Talk]:
 
 
 def flush(real: RealSet) -> None:
-    unix_post(real.config.metrics_path("router"), "/flush_cache")
+    done = decant("admin", "flush_cache", "--run-dir", str(real.run_dir))
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_turn_goes_to_the_prefill_that_has_its_prefix(pair: RealSet) -> None:
