@@ -58,6 +58,11 @@ LARGE_BODY_BYTES = 256 << 10  # parsed in a thread
 BODIES_IN_FLIGHT = 4  # times the largest body
 READY_WAIT_S = 30.0  # a worker that is started anew loads its model first
 OPENAPI = Path(__file__).parent / "api" / "openapi.json"
+# Routes of OpenAI's API that clients ask for, and that we say clearly not to have.
+UNSERVED = (
+    *("embeddings", "images", "audio", "files", "fine_tuning", "moderations", "batches"),
+    *("assistants", "threads", "vector_stores", "realtime", "rerank", "score"),
+)
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}\Z")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -135,7 +140,7 @@ class Gateway:
             try:
                 response = await handler(request)
             except web.HTTPException as error:
-                response = self._failure(request, _from_http(error))
+                response = self._failure(request, _from_http(error, request.path))
                 if "Allow" in error.headers:
                     response.headers["Allow"] = error.headers["Allow"]
             except Exception as error:
@@ -412,8 +417,12 @@ def _inner(error: Exception) -> Exception:
     return error
 
 
-def _from_http(error: web.HTTPException) -> Exception:
+def _from_http(error: web.HTTPException, path: str) -> Exception:
     """aiohttp's own errors in our shape."""
+    unserved = next((name for name in UNSERVED if name in path.split("/")), "")
+    if error.status == 404 and unserved:
+        message = f"decant serves a model that reads and writes text; it has no {unserved}."
+        return ApiError(404, "not_found", message)
     texts = {
         404: ("not_found", "There is no such route."),
         405: ("method_not_allowed", "This route does not serve that method."),
