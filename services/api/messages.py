@@ -47,10 +47,11 @@ def parse(data: Any, backend: Backend, tenant: str = "", is_counted: bool = Fals
         for name in ("model", "stream", "temperature", "top_k", "top_p")
         if fields.has(name)
     }
+    max_tokens = fields.integer("max_tokens", 0, 1)  # checked where it is only counted, too
     if not is_counted:
         if not fields.has("max_tokens"):
             raise fields.fail("max_tokens", "is missing.")
-        body["max_tokens"] = fields.integer("max_tokens", 0, 1)
+        body["max_tokens"] = max_tokens
     body["stop"] = fields.strings("stop_sequences", 16, 256) or None
     body["messages"] = _messages(fields)
     tools = [_tool(Fields(t, f"tools[{i}].")) for i, t in enumerate(fields.array("tools", 128))]

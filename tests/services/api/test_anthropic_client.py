@@ -125,6 +125,9 @@ async def test_count_tokens(stage: Any, client: anthropic.AsyncAnthropic) -> Non
     stage.say("x" + EOS)
     await client.messages.create(model=MODEL, max_tokens=9, messages=HELLO, tools=TOOLS)
     assert found.input_tokens == len(stage.prompts[0])
+    with pytest.raises(anthropic.BadRequestError, match="max_tokens"):
+        extra = {"max_tokens": 0}
+        await client.messages.count_tokens(model=MODEL, messages=HELLO, extra_body=extra)
 
 
 async def test_errors(stage: Any, client: anthropic.AsyncAnthropic) -> None:
