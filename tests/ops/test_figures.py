@@ -58,7 +58,7 @@ def test_scores_of_two_files(figures: ModuleType, tmp_path: Path) -> None:
     assert (
         "| essential | 9 | 10 | 90.0% | 75.0% | 2.50 |\n| bonus | 9 | 10 | 90.0% | - | - |" in text
     )
-    assert "position 1: 75.0% (the others, `eval-bonus.json`)" in text
+    assert "position 1: 75.0% (the others; `eval-bonus.json`)" in text
 
 
 def test_runs_of_eval_are_merged(figures: ModuleType, tmp_path: Path) -> None:
@@ -89,6 +89,7 @@ def test_fidelity_and_same_answers(figures: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "fidelity.json").write_text(json.dumps({"skills": skills}))
     line = figures.fidelity(tmp_path).splitlines()[-1]
     assert line == "| add | 20 | 95.0%, 90.0%, - | 1.0100, 1.0100, - | 7.500, 7.500, - |"
+    assert figures.same(tmp_path) == "Not measured yet."
     settings = {"two ranks": {"different": 0, "different_asked_again": 1,
                               "cached_tokens_asked_again": 2560}}  # fmt: skip
     (tmp_path / "same-answers.json").write_text(json.dumps({"prompts": 9, "settings": settings}))
