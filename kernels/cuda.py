@@ -63,7 +63,12 @@ def _nvrtc() -> ctypes.CDLL | None:
         places += sorted(glob.glob(os.path.join(root, "nvidia", "*", "lib", "libnvrtc.so.1?")))
     for place in places:
         with contextlib.suppress(OSError):
-            return ctypes.CDLL(place)
+            library = ctypes.CDLL(place)
+            # it opens its builtins by name alone, which finds them only if they are loaded already
+            beside = os.path.join(os.path.dirname(place), "libnvrtc-builtins.so*")
+            for builtins in glob.glob(beside):
+                ctypes.CDLL(builtins, mode=ctypes.RTLD_GLOBAL)
+            return library
     return None
 
 
