@@ -147,7 +147,7 @@ def test_only_loopback_is_listened_on(locked_set: RealSet) -> None:
 
 def test_deadlines_do_not_hang_on_the_wall_clock() -> None:
     """A jump of the clock by an hour must not matter: wall time is only ever shown."""
-    shown = {f"services/{n}.py" for n in ("gateway", "capture", "snapshot")}
+    shown = {f"services/{n}.py" for n in ("gateway", "capture", "panels", "snapshot")}
     shown |= {f"services/api/{n}.py" for n in ("chat", "completions", "responses")}
     found = []
     for room in ("services", "engine", "protocol"):

@@ -591,7 +591,6 @@ async def test_completions_fields(stage: Any, http: aiohttp.ClientSession) -> No
         ({"prompt": [1.5]}, "prompt"),
         ({"prompt": ["a", 5]}, "prompt"),
         ({"prompt": "a", "logprobs": 6}, "logprobs"),
-        ({"prompt": "a", "logprobs": 2, "echo": True}, "logprobs"),
         ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
         ({"prompt": "a", "best_of": 2}, "best_of"),
         ({"prompt": ["a"] * 20, "n": 16}, "prompt"),
