@@ -32,6 +32,7 @@ def cases() -> list[Row]:
     return [Row(s, i % 2, 100 + i, i, **more) for i, (s, more) in enumerate(settings)]  # type: ignore[arg-type]
 
 
+@pytest.mark.slow  # the interpreter takes a minute
 def test_the_device_draws_what_the_host_draws(interpreter: None) -> None:
     random = np.random.default_rng(1)
     logits = random.standard_normal((9, VOCAB)).astype(np.float32) * 3
