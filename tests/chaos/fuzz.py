@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
 import subprocess
 import time
@@ -22,6 +23,7 @@ from decant.protocol.errors import ProtocolError
 from decant.protocol.wire import Sender, parse
 
 BATCH = 500
+HTTP = ("admin.sock", "supervisord.sock")  # not ZeroMQ
 SAMPLING = m.Sampling(seed=1, max_tokens=8)
 
 
@@ -142,10 +144,12 @@ async def frames(stage: Stage, seed: int, num: int, minutes: float) -> Result:
     asks = mix.make(seed, 20, stage.real.model)
     await stage.learn(asks)
     paths = [p for p in stage.real.run_dir.iterdir() if p.is_socket()]
-    bound = [p for p in paths if p.suffix == ".sock" and p.name != "supervisord.sock"]
+    bound = [p for p in paths if p.suffix == ".sock" and p.name not in HTTP]
     pids = {name: stage.real.pid(name) for name in stage.before.fds}
-    victim = subprocess.Popen(["sleep", "100000"])  # a foreign process of our user
-    fuzzers = [Fuzzer(f"ipc://{p}", seed, victim.pid) for p in sorted(bound)]
+    # A process of our user that is no child of ours (a child we might introduce): its shell ends.
+    shell = ["sh", "-c", "sleep 3000 >/dev/null 2>&1 & echo $!"]
+    victim = int(subprocess.check_output(shell))
+    fuzzers = [Fuzzer(f"ipc://{p}", seed, victim) for p in sorted(bound)]
     end = time.monotonic() + minutes * 60
     is_over = False
     rng = Random(seed)
@@ -168,10 +172,10 @@ async def frames(stage: Stage, seed: int, num: int, minutes: float) -> Result:
         answers = traffic.answers
     for fuzzer in fuzzers:
         fuzzer.close()
-    if victim.poll() is not None:
+    try:
+        os.kill(victim, signal.SIGKILL)
+    except ProcessLookupError:
         faults.append("a process that a stranger's Hello named was killed")
-    victim.kill()
-    victim.wait()
     died = [n for n, pid in pids.items() if stage.real.pid(n) != pid]
     if died:
         faults.append(f"{', '.join(died)} did not survive")

@@ -193,5 +193,5 @@ def test_skills_and_the_same_after_a_prefix_hit(real_set: RealSet) -> None:
         second = list(pool.map(ask, cases))
     wrong = [c.skill for c, (message, _) in zip(cases, first, strict=True) if not c.check(message)]
     assert len(wrong) <= 1, wrong
-    assert sum(cached > 0 for _, cached in second) >= 4  # prompts longer than a page
+    assert any(cached > 0 for _, cached in second)  # of those longer than a page
     assert [plain(m) for m, _ in first] == [plain(m) for m, _ in second]
