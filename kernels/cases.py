@@ -78,7 +78,8 @@ def moe(arch: str, tokens: int, kind: str, num_experts: int = EXPERTS) -> Proble
     lists = []
     touched = 0
     for experts in chosen:
-        tiles = gate.new_tile_list(pairs, num_experts, fp4_moe.block_tokens(pairs, arch), "cuda")
+        block = fp4_moe.block_tokens(pairs, arch, w13)
+        tiles = gate.new_tile_list(pairs, num_experts, block, "cuda")
         gate.tile_list(experts, tiles, num_experts)
         lists.append(tiles)
         touched += experts.unique().numel()
@@ -462,7 +463,8 @@ def router(arch: str, tokens: int) -> Problem:
     experts = torch.empty(tokens, TOP_K, dtype=torch.int32, device="cuda")
     chosen = torch.empty(tokens, TOP_K, device="cuda")
     pairs = tokens * TOP_K
-    tiles = gate.new_tile_list(pairs, EXPERTS, fp4_moe.block_tokens(pairs, arch), "cuda")
+    w13 = _experts("mxfp4", 2 * EXPERT_SLICE, HIDDEN, 1)
+    tiles = gate.new_tile_list(pairs, EXPERTS, fp4_moe.block_tokens(pairs, arch, w13), "cuda")
 
     def run(i: int) -> None:
         gate.route(x, weights[i], logits, experts, chosen, tiles, bias)

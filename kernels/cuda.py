@@ -135,6 +135,15 @@ def _sources() -> bytes:
     return digest.digest()
 
 
+def cache_key(name: str, arch: str, defines: dict[str, int]) -> str:
+    """Of ``csrc/<name>.cu`` built with these constants by this machine's compiler."""
+    tool = nvcc()
+    which = nvcc_version(tool) if tool else "nvrtc"
+    words = " ".join([name, arch, which, *_options(arch, defines)])
+    text = (FOLDER / f"{name}.cu").read_bytes()
+    return hashlib.sha256(_sources() + text + words.encode()).hexdigest()[:32]
+
+
 def compile_source(name: str, arch: str, defines: dict[str, int]) -> tuple[bytes, str]:
     """(cubin, what the assembler said about registers) of ``csrc/<name>.cu``; kept between runs.
 
@@ -147,9 +156,7 @@ def compile_source(name: str, arch: str, defines: dict[str, int]) -> tuple[bytes
             "CUDA kernels need nvcc on PATH (or CUDA_HOME), or libnvrtc as torch's CUDA wheels "
             "bring it (nvidia-cuda-nvrtc)"
         )
-    which = nvcc_version(tool) if tool else "nvrtc"
-    words = " ".join([name, arch, which, *_options(arch, defines)])
-    key = hashlib.sha256(_sources() + source.read_bytes() + words.encode()).hexdigest()[:32]
+    key = cache_key(name, arch, defines)
     kept = cache_folder() / f"{name}-{arch}-{key}.cubin"
     log = kept.with_suffix(".log")
     if kept.exists() and log.exists():

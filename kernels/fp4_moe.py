@@ -310,9 +310,20 @@ def max_tiles(num_pairs: int, num_experts: int, block_t: int) -> int:
     return touched + (num_pairs - touched) // block_t
 
 
-def block_tokens(num_pairs: int, arch: str) -> int:
-    """Tokens per tile that the configuration table wants for this many (token, expert) pairs."""
+def chosen_for(arch: str, num_pairs: int, w13: PackedExperts) -> tuned.Choice:
+    """The tuned implementation if it takes experts of these shapes, else Triton."""
     chosen = tuned.choice(arch, "moe", num_pairs)
+    _, n13, width = w13.shape
+    if chosen.is_cuda and fp4_moe_cuda.problem(
+        chosen.options, arch, n13, width, n13 // 2, w13.group
+    ):
+        return tuned.TRITON
+    return chosen
+
+
+def block_tokens(num_pairs: int, arch: str, w13: PackedExperts) -> int:
+    """Tokens per tile that the configuration table wants for this many (token, expert) pairs."""
+    chosen = chosen_for(arch, num_pairs, w13)
     if chosen.is_cuda:
         return chosen.options["tokens"]
     return triton_config(arch, "gate_up", num_pairs).block_t
@@ -361,10 +372,8 @@ def fp4_moe(
     if n2 != width or k2 * 2 != n13 or x.shape != (tokens, width):
         raise ValueError(f"expert shapes {w13.shape} and {w2.shape} do not fit x {tuple(x.shape)}")
     num_pairs = tokens * top_k
-    chosen = tuned.choice(arch, "moe", num_pairs)
+    chosen = chosen_for(arch, num_pairs, w13)
     if chosen.is_cuda:
-        if problem := fp4_moe_cuda.problem(chosen.options, arch, n13, width, k2, w13.group):
-            raise ValueError(f"the tuned experts do not take these shapes: {problem}")
         if tiles.block_t != chosen.options["tokens"]:
             raise ValueError(f"the tile list holds {tiles.block_t} tokens a tile")
         return fp4_moe_cuda.run(

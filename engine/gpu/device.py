@@ -20,15 +20,20 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def check_gpu(config: Config) -> None:
-    """Raises: ConfigError if a GPU is wanted and none is there.
+def has_gpu() -> bool:
+    """Whether CUDA has a GPU here.
 
     NOTE: asks NVML, not CUDA: a process that has opened CUDA cannot fork the ranks of its group."""
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    return torch.cuda.is_available()
+
+
+def check_gpu(config: Config) -> None:
+    """Raises: ConfigError if a GPU is wanted and none is there."""
     if config.device == "cpu":
         return
     wait_for_mps(config)
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    if not torch.cuda.is_available():
+    if not has_gpu():
         raise ConfigError("device = cuda, but this machine has no CUDA GPU: use device = cpu")
 
 

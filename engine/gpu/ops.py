@@ -173,9 +173,7 @@ class Ops:
 
         def kernel() -> tuple[Tensor, Tensor, Tensor, Tensor]:
             rows, _, width = x.shape
-            sums = self._kept(
-                ("mhc",), rows, lambda: mhc.workspace(rows, self.arch, self.device)
-            )
+            sums = self._kept(("mhc",), rows, lambda: mhc.workspace(rows, self.arch, self.device))
             new_post, new_comb = post.clone(), comb.clone()
             streams = x if y is None else torch.empty_like(x)
             out = torch.empty(rows, width, dtype=torch.bfloat16, device=x.device)
@@ -481,7 +479,7 @@ class Ops:
 
         def kernel() -> Tensor:
             num_pairs, num = chosen.numel(), shape.n_routed_experts
-            block = fp4_moe.block_tokens(num_pairs, self.arch)
+            block = fp4_moe.block_tokens(num_pairs, self.arch, ffn.w13)
             if num_pairs <= MAX_LIST_PAIRS and self.device.type == "cuda":
                 tiles = gate.new_tile_list(num_pairs, num, block, x.device)
                 gate.tile_list(chosen, tiles, num)

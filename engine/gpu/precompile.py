@@ -1,8 +1,9 @@
 """Compile the kernels of a rank's steps in parallel, before anything waits for them.
 
-Triton compiles a kernel when it is launched, one after the other: minutes at real width. Here the
+A kernel is compiled when it is launched first, one after the other: minutes at real width. Here the
 steps run *dry* first (no kernel is compiled or launched, only noted), then worker processes compile
-what was noted into Triton's cache on disk, which the launches find. Nothing here runs a kernel.
+what was noted into the caches on disk (Triton's, and that of ``kernels/cuda.py``), where the
+launches find it. Nothing here runs a kernel.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def without_device(arch: int) -> Iterator[None]:
 
 def note(run: Callable[[], object]) -> list[dict[str, str]]:
     """Run something dry. Returns: {module, name, data, source} of every kernel that it would
-    compile; source: hash of its text."""
+    compile; source: hash of its text. Of CUDA C++, module is "" and data its constants."""
     found: dict[str, dict[str, str]] = {}
 
     def hook(**given: Any) -> bool:
@@ -83,14 +84,22 @@ def note(run: Callable[[], object]) -> list[dict[str, str]]:
         }  # fmt: skip
         return True  # neither compiled nor launched
 
-    before, launch = knobs.runtime.jit_cache_hook, cuda.launch
+    def function(name: str, kernel: str, arch: str, **defines: int) -> cuda.Function:
+        data = json.dumps(defines, sort_keys=True)
+        found[name + data] = {
+            "module": "", "name": name, "data": data, "source": cuda.cache_key(name, arch, defines),
+        }  # fmt: skip
+        return cuda.Function(kernel, 0)
+
+    before, launch, load = knobs.runtime.jit_cache_hook, cuda.launch, cuda.function
     knobs.runtime.jit_cache_hook = hook
     cuda.launch = lambda *args, **more: None
+    cuda.function = function
     try:
         run()
     finally:
         knobs.runtime.jit_cache_hook = before
-        cuda.launch = launch
+        cuda.launch, cuda.function = launch, load
     return list(found.values())
 
 
@@ -152,7 +161,7 @@ def dry_steps(
 def prepare(
     model: GpuModel, make_runner: Callable[[GpuModel], Runner], buckets: Sequence[tuple[int, int]]
 ) -> None:
-    """Fill Triton's cache for a rank's steps. make_runner: a runner of a model on a pool that
+    """Fill the caches for a rank's steps. make_runner: a runner of a model on a pool that
     nobody uses yet. Needs no kernel that is right: a wrong one is found by the probe."""
     if model.ops.device.type != "cuda" or not model.ops.enabled:
         return
@@ -169,15 +178,23 @@ def prepare(
     )  # fmt: skip
 
 
+def compile_one(kernel: dict[str, str], arch: int) -> None:
+    """One of what ``note`` found, for the GPU that ``without_device`` stands for."""
+    name, data = kernel["name"], kernel["data"]
+    if kernel["module"]:
+        getattr(importlib.import_module(kernel["module"]), name).preload(data)
+    else:
+        cuda.compile_source(name, f"sm_{arch}", json.loads(data))
+
+
 def main() -> int:
     """A worker: {arch, kernels} on stdin, the number compiled on stdout."""
     job = json.load(sys.stdin)
     done = 0
     with without_device(job["arch"]):
         for kernel in job["kernels"]:
-            function = getattr(importlib.import_module(kernel["module"]), kernel["name"])
             try:
-                function.preload(kernel["data"])
+                compile_one(kernel, job["arch"])
                 done += 1
             except Exception as error:  # noqa: BLE001  the launch will say it again
                 print(f"{kernel['name']}: {error}"[:300], file=sys.stderr)

@@ -270,6 +270,8 @@ class Bench:
                 row["floor_ms"] = floor
                 row["share_of_floor"] = round(floor / row["graph_ms"][0], 3)
             self._tell(comm, RUN, rows, 0, 1)
+            row["profile"] = self._profile(graph)
+            self._tell(comm, RUN, rows, 0, 1)
             row["finite"] = bool(runner.run_decode(body)[0].isfinite().all())
             row["mixed_ms"] = {}
             for chunk in CHUNKS if case.chunk < 0 else (case.chunk,) if case.chunk else ():
@@ -287,9 +289,21 @@ class Bench:
             raise
         return row
 
-    def _prompt(
-        self, runner: Runner, comm: Communicator | None, tokens: int, chunk: int
-    ) -> Report:
+    def _profile(self, run: Callable[[], object]) -> list[Report]:
+        """One step, kernel by kernel: {kernel, launches, us}, the longest first."""
+        if self.device.type != "cuda":
+            run()
+            return []
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+            run()
+            torch.cuda.synchronize(self.device)
+        rows = [
+            {"kernel": e.key[:80], "launches": e.count, "us": round(e.self_device_time_total, 1)}
+            for e in seen.key_averages()
+        ]
+        return sorted(rows, key=lambda row: -float(row["us"]))[:48]
+
+    def _prompt(self, runner: Runner, comm: Communicator | None, tokens: int, chunk: int) -> Report:
         """A whole prompt, chunk by chunk."""
         page = runner.pool.layout.page_tokens
         ids = np.random.default_rng(0).integers(0, 500, tokens).astype(np.int32)

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from decant.engine.gpu.device import has_gpu
 from decant.engine.interface import PrefillChunk, SlotRows, StepPlan
 from decant.protocol.config import (
     Config,
@@ -44,7 +45,7 @@ Report = dict[str, Any]
 
 
 def device_name() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    return "cuda" if has_gpu() else "cpu"
 
 
 def configure(device: str, quantise: bool = False, context: int = CONTEXT) -> Config:

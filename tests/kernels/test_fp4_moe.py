@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from decant.kernels import fp4_moe, gate
+from decant.kernels import fp4_moe, gate, tuned
 
 TOLERANCE = 2e-3  # fp16 hidden values: 2^-11 relative, summed over I
 
@@ -86,7 +86,7 @@ def test_moe_matches_float64(kind: str, routing: str, tokens: int, device: str, 
         )
 
     tiles = gate.new_tile_list(
-        tokens * top_k, experts_total, fp4_moe.block_tokens(tokens * top_k, arch), device
+        tokens * top_k, experts_total, fp4_moe.block_tokens(tokens * top_k, arch, w13), device
     )
     gate.tile_list(experts.to(device), tiles, experts_total)
     out = fp4_moe.fp4_moe(
@@ -104,3 +104,19 @@ def test_moe_matches_float64(kind: str, routing: str, tokens: int, device: str, 
     expected = reference + shared.double()
     error = (out.cpu().double() - expected).norm() / expected.norm()
     assert error < TOLERANCE
+
+
+def test_a_tuned_kernel_that_does_not_fit_the_experts_is_passed_over() -> None:
+    """The table is tuned at real width; smaller models run beside it."""
+    options = {"up_rg": 4, "up_kg": 2, "up_kb": 8, "up_stages": 4, "down_rg": 4, "down_kg": 2,
+               "down_kb": 8, "down_stages": 4, "slices": 2, "tokens": 8}  # fmt: skip
+    empty = torch.empty(0)
+
+    def experts(n13: int, width: int) -> fp4_moe.PackedExperts:
+        codes = torch.empty(1, width // 64, n13, 32, dtype=torch.uint8)
+        return fp4_moe.PackedExperts(codes, empty, empty, 32)
+
+    with tuned.overridden("sm_90", "moe", "cuda", options):
+        assert fp4_moe.chosen_for("sm_90", 6, experts(1024, 4096)).is_cuda
+        assert not fp4_moe.chosen_for("sm_90", 6, experts(512, 256)).is_cuda
+        assert fp4_moe.block_tokens(6, "sm_90", experts(512, 256)) == 16

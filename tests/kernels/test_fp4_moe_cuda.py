@@ -68,7 +68,8 @@ def test_moe_matches_float64(
         return torch.full(shape, float("nan"), dtype=dtype, device=device)
 
     with tuned.overridden(arch, "moe", "cuda", options):
-        tiles = gate.new_tile_list(pairs, total, fp4_moe.block_tokens(pairs, arch), device)
+        assert fp4_moe.chosen_for(arch, pairs, w13).is_cuda
+        tiles = gate.new_tile_list(pairs, total, fp4_moe.block_tokens(pairs, arch, w13), device)
         gate.tile_list(experts.to(device), tiles, total)
         for _ in range(2):  # the counters are zero again
             out = fp4_moe.fp4_moe(

@@ -43,6 +43,7 @@ began = time.monotonic()
 again = precompile.compile_all(found[:1], 90, 1)
 took = time.monotonic() - began
 names = [f["name"] for f in found]
+done += precompile.compile_all([f for f in found if not f["module"]][:1], 90, 1)
 print(json.dumps({"names": names, "done": done, "again": again, "again_s": took}))
 """
 
@@ -67,11 +68,11 @@ def test_kernels_are_noted_and_compiled_without_a_device(tmp_path: Path) -> None
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     seen = json.loads(done.stdout.strip().splitlines()[-1])
-    assert {"_attend_kernel", "_linear_kernel", "_gate_up_kernel", "_compress_kernel"} <= set(
+    assert {"attention", "_linear_kernel", "_gate_up_kernel", "_compress_kernel"} <= set(
         seen["names"]
     )
     assert seen["again"] == 1 and seen["again_s"] < 0.5  # no worker is started for nothing
-    assert seen["done"] == 1 and any(tmp_path.iterdir())
+    assert seen["done"] == 2 and any(tmp_path.iterdir())  # one of Triton, one of CUDA C++
 
 
 @pytest.mark.slow
