@@ -42,7 +42,7 @@ test-gpu: $(VENV)/.gpu $(VENV)/.test
 # Other people's clients, each in an environment of its own (.peers/NAME).
 test-peers: $(VENV)/.test
 	@grep -v '^#' tests/peers/requirements.txt | while read -r package; do \
-	  name=$$(echo "$$package" | sed 's/[][=].*//'); \
+	  name=$$(echo "$$package" | sed 's/[^A-Za-z0-9_-].*//'); \
 	  test -x .peers/$$name/bin/pip || $(PYTHON) -m venv .peers/$$name || exit 1; \
 	  .peers/$$name/bin/pip install -q "$$package" || exit 1; done
 	DECANT_PEERS=$(CURDIR)/.peers $(BIN)/python -m pytest -q tests/peers $(ARGS)

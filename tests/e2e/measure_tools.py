@@ -1,19 +1,28 @@
 """The demo's tool skill through the API, as a table: ``python -P tests/e2e/measure_tools.py``.
 
 Held-out prompts of the skills "tools" and "tools-new" (functions that training never saw), greedy,
-in four ways: unconstrained, ``strict`` functions, ``required``, and a named function. An answer is
-*valid* if it is a call of a declared function whose arguments satisfy its schema, and *right* if
-they are the expected ones. A fifth row forces a call at temperature 1 where none is asked for
-(greetings): validity is then the grammar's work alone. Exit code 1 below 95 % right unconstrained
-or 100 % valid elsewhere.
+in four ways: unconstrained (auto), ``strict`` functions, ``required``, and a named function. An
+answer is *valid* if it is a call of a declared function whose arguments satisfy its schema, and
+*right* if they are the expected ones. A fifth way, greeting, forces a call at temperature 1 where
+none is asked for: validity is then the grammar's work alone. Exit code 1 below 95 % right
+unconstrained or 100 % valid elsewhere.
+
+With ``--merge`` the rows that the file already has are not measured again, so a long run can be cut
+into pieces (``--skills``, ``--ways``).
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import datetime
 import json
+import os
+import platform
+import re
+import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,7 +31,7 @@ from decant.engine.demo import prompts
 from decant.services.client import Api
 from decant.services.target import add_server, api_of, model_of
 
-WAYS = ("auto", "strict", "required", "named", "required, t = 1")
+WAYS = ("auto", "strict", "required", "named", "greeting")
 MIN_RIGHT = 0.95
 
 
@@ -73,9 +82,9 @@ def body(case: prompts.Case, way: str, seed: int) -> dict[str, Any]:
     elif way == "named":
         function = {"name": case.calls[0][0]}
         request["tool_choice"] = {"type": "function", "function": function}
-    elif way != "auto":
+    elif way in ("required", "greeting"):
         request["tool_choice"] = "required"
-        if way != "required":
+        if way == "greeting":
             request |= {
                 "messages": [{"role": "user", "content": "Hello, who are you?"}],
                 "temperature": 1.0,
@@ -96,6 +105,7 @@ def measure(api: Api, model: str, skill: str, way: str, args: argparse.Namespace
         is_cut = choice["finish_reason"] == "length"
         return is_valid(message, case.tools), case.check(message), is_cut
 
+    start_s = time.monotonic()
     with ThreadPoolExecutor(args.concurrency) as pool:
         found = list(pool.map(one, enumerate(cases)))
     return {
@@ -105,7 +115,29 @@ def measure(api: Api, model: str, skill: str, way: str, args: argparse.Namespace
         "valid": sum(valid for valid, _, _ in found),
         "right": sum(right for _, right, _ in found),
         "cut": sum(cut for _, _, cut in found),
+        "seconds": round(time.monotonic() - start_s, 1),
     }
+
+
+def machine() -> dict[str, Any]:
+    """Where and when, and of which commit."""
+    cpu = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    return {
+        "cpu": cpu[1] if cpu else platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "commit": subprocess.run(git, capture_output=True, text=True).stdout.strip(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes"),
+    }
+
+
+def earlier(path: Path, facts: dict[str, Any]) -> list[dict[str, Any]]:
+    """Rows of a file of the same model, number of prompts and seed. Raises: SystemExit."""
+    table: dict[str, Any] = json.loads(path.read_text())
+    if any(table[name] != value for name, value in facts.items()):
+        raise SystemExit(f"{path} is of another model, number of prompts or seed")
+    rows: list[dict[str, Any]] = table["rows"]
+    return rows
 
 
 def main() -> int:
@@ -115,24 +147,34 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--concurrency", type=int, default=8)
     parser.add_argument("--skills", default="tools,tools-new")
+    parser.add_argument("--ways", default=",".join(WAYS), help="of " + ", ".join(WAYS))
     parser.add_argument("--json", default="", help="file for the counts")
+    parser.add_argument("--merge", action="store_true", help="keep the rows that the file has")
     args = parser.parse_args()
+    ways = args.ways.split(",")
+    if not set(ways) <= set(WAYS):
+        parser.error(f"--ways is of {', '.join(WAYS)}")
     api = api_of(args)
     model = model_of(args, api)
-    rows: list[dict[str, Any]] = []
-    print("| skill | way | prompts | valid | right | cut by the limit |\n|---|---|---|---|---|---|")
+    file = Path(args.json)
+    facts = {"model": model, "num": args.num, "seed": args.seed}
+    is_kept = bool(args.json) and args.merge and file.exists()
+    rows = earlier(file, facts) if is_kept else []
+    known = {(r["skill"], r["way"]) for r in rows}
     for skill in args.skills.split(","):
-        for way in WAYS:
-            row = measure(api, model, skill, way, args)
-            rows.append(row)
-            right = "" if "t = 1" in way else f"{row['right'] / row['num']:.1%}"
-            print(
-                f"| {skill} | {way} | {row['num']} | {row['valid'] / row['num']:.1%} | {right} "
-                f"| {row['cut']} |",
-                flush=True,
-            )
+        for way in ways:
+            if (skill, way) in known:
+                continue
+            rows.append({**measure(api, model, skill, way, args), "machine": machine()})
             if args.json:
-                Path(args.json).write_text(json.dumps(rows, indent=1) + "\n")
+                file.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
+    print("| skill | way | prompts | valid | right | cut by the limit |\n|---|---|---|---|---|---|")
+    for row in rows:
+        right = "" if row["way"] == "greeting" else f"{row['right'] / row['num']:.1%}"
+        print(
+            f"| {row['skill']} | {row['way']} | {row['num']} | {row['valid'] / row['num']:.1%} "
+            f"| {right} | {row['cut']} |"
+        )
     is_good = all(
         min(r["valid"], r["right"]) >= MIN_RIGHT * r["num"]
         if r["way"] == "auto"
