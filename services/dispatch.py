@@ -139,8 +139,10 @@ class Dispatcher:
         self._reply(envelope, m.Refuse(why))
 
     def tick(self) -> None:
-        """Several times a second: deadlines, repetitions, canary."""
+        """Several times a second: deadlines, repetitions, canary, and who waited for a time."""
         now = self._clock()
+        # NOTE: a back-off, a pause after Refused(busy) and the budget of resumes end by time alone.
+        self._is_moving = True
         for record in self._turn():
             self._do(record, record.tick(now), now)
             self._look_after(record, now)

@@ -20,6 +20,7 @@ from decant.protocol import messages as m
 from decant.protocol.config import Config, GatewayConfig, RouterConfig
 from decant.protocol.wire import Envelope, Sender, pack_ids, unpack_ids
 from decant.services import records
+from decant.services.decisions import State
 from decant.services.dispatch import Dispatcher
 from decant.services.membership import Member
 
@@ -487,6 +488,30 @@ def test_many_long_histories(seed: int) -> None:
     source = random.Random(seed)
     for _ in range(50):
         explore([source.randrange(1 << 16) for _ in range(600)])
+
+
+def test_the_end_of_a_back_off_alone_places_a_request() -> None:
+    """Nothing else happens: no message, no other request, no death."""
+    sim = Sim()
+    request_id = sim.submit(1, 9)
+
+    def deliver_all() -> None:
+        while sim.bag:
+            sim.deliver(0)
+
+    deliver_all()
+    (decode,) = [w for w in sim.workers.values() if w.service == "decode"]
+    (prefill,) = [w for w in sim.workers.values() if w.service == "prefill"]
+    prefill.work(0)
+    deliver_all()
+    assert sim.router.records[request_id].stage is State.DECODING
+    decode.to_router(m.Preempted(request_id, 1))
+    deliver_all()  # it is asked, answers, and waits for its back-off
+    assert sim.router.records[request_id].stage is State.QUEUED
+    sim.pass_time(0.25)
+    assert sim.router.records[request_id].stage is State.RESERVING
+    sim.settle()
+    sim.assert_at_rest()
 
 
 def test_one_poisonous_request_among_sixteen_fails_alone() -> None:
