@@ -65,7 +65,8 @@ PER_BLOCK = {
     "recall-number@8000": 20,
 }
 """Questions about one fact block, in prompts of their own: a CPU needs many seconds to read one,
-and the prefix cache saves them for the questions after the first. Elsewhere each has a block."""
+and the prefix cache saves them for the questions after the first, if these are asked later.
+Elsewhere each has a block."""
 
 OPEN = ("story", "random-words")
 """No single right answer: checked by form."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import json
 import re
 import sys
@@ -203,13 +204,20 @@ def differences(scores: list[Score], before: dict[str, list[str]]) -> tuple[int,
 
 
 def score(api: Api, model: str, skill: str, args: argparse.Namespace) -> Score:
-    """Ask all prompts of a skill, a few at once."""
+    """Ask all prompts of a skill, a few at once; those about one fact block one after the other,
+    so that the prefix cache has the block for all but the first."""
     result, started, before = Score(skill), time.monotonic(), per_position(api)
     chosen = prompts.cases(skill, args.num, args.seed)
-    with ThreadPoolExecutor(max(1, args.concurrency)) as pool:
+    size = prompts.PER_BLOCK.get(skill, 1)
+
+    def ask_block(first: int) -> list[tuple[bool, dict[str, Any], str]]:
         # Each has a seed of its own: the same draw for all would be the same luck for all.
-        seeds = range(args.seed, args.seed + len(chosen))
-        answers = pool.map(lambda c, s: ask(api, model, c, s, args.temperature), chosen, seeds)
+        block = enumerate(chosen[first : first + size], args.seed + first)
+        return [ask(api, model, case, seed, args.temperature) for seed, case in block]
+
+    with ThreadPoolExecutor(max(1, args.concurrency)) as pool:
+        blocks = pool.map(ask_block, range(0, len(chosen), size))
+        answers = itertools.chain.from_iterable(blocks)
         for case, (is_right, usage, got) in zip(chosen, answers, strict=True):
             counts = usage.get("speculation") or {}
             result.num += 1

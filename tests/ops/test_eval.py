@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -144,6 +145,36 @@ def test_a_busy_set_is_asked_again(
     words += ["--seed", str(SEED), "--concurrency", "1", "--json", str(file)]
     assert cli.main(words) == (0 if pauses else 1)
     assert json.loads(file.read_text())["skills"][0]["right"] == right
+
+
+def test_questions_about_one_block_wait_for_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks at once, the questions about one in turn: else the prefix cache has it for none."""
+    skill, size = "recall-number@2000", prompts.PER_BLOCK["recall-number@2000"]
+    under_way: set[str] = set()
+    most, lock = 0, threading.Lock()
+
+    def ask(api: Any, model: str, case: prompts.Case, seed: int, temperature: float) -> Any:
+        nonlocal most
+        block = case.messages[-1]["content"].rpartition("\n")[0]
+        with lock:
+            assert block not in under_way
+            under_way.add(block)
+            most = max(most, len(under_way))
+        time.sleep(0.02)
+        with lock:
+            under_way.remove(block)
+        return case.messages[-1]["content"].endswith("?"), {}, f"{seed}"
+
+    monkeypatch.setattr(command, "ask", ask)
+    file = tmp_path / "eval.json"
+    words = ["eval", "--url", "http://127.0.0.1:9", "--model", "m", "--skills", skill]
+    words += ["--num", str(2 * size + 1), "--concurrency", "4", "--json", str(file)]
+    cli.main(words)
+    (row,) = json.loads(file.read_text())["skills"]
+    assert most == 3 and row["num"] == 2 * size + 1
+    assert row["digests"] == [command.digest(str(seed)) for seed in range(2 * size + 1)]
 
 
 def test_a_tool_calls_id_is_not_part_of_an_answer() -> None:
