@@ -52,13 +52,15 @@ def test_scores_of_two_files(figures: ModuleType, tmp_path: Path) -> None:
     skill = {"num": 10, "right": 9, "share": 0.9, "drafted": 8, "accepted": 6,
              "completion_tokens": 30, "steps": 12}  # fmt: skip
     for name, more in (("essential", {}), ("bonus", {"drafted": 0, "steps": 0})):
-        run = {"skills": [{"skill": name, **skill, **more}], "acceptance_by_position": {"1": 0.75}}
+        row = {"skill": name, **skill, **more, "positions": {"1": [len(name), 5]}}
+        run = {"skills": [row], "acceptance_by_position": {"1": 0.75}}
         (tmp_path / f"eval-{name}.json").write_text(json.dumps(run))
     text = figures.scores(tmp_path)
     assert (
         "| essential | 9 | 10 | 90.0% | 75.0% | 2.50 |\n| bonus | 9 | 10 | 90.0% | - | - |" in text
     )
     assert "position 1: 75.0% (the others; `eval-bonus.json`)" in text
+    assert "On the mix of both files: position 1: 71.4%." in text  # 10 of 9 + 5
 
 
 def test_runs_of_eval_are_merged(figures: ModuleType, tmp_path: Path) -> None:
