@@ -21,7 +21,7 @@ from decant.engine.gpu.model import GpuModel
 from decant.engine.gpu.pool import GpuPool
 from decant.engine.gpu.runner import Runner
 from decant.engine.group import unlock
-from decant.engine.interface import F32, StepPlan, StepResult
+from decant.engine.interface import F32, Scores, StepPlan, StepResult
 from decant.engine.plan_check import PlanLimits
 from decant.engine.sampler import Draw, Row
 from decant.protocol.errors import HandoffError
@@ -112,6 +112,7 @@ class GpuEngine:
         self._sampler = DeviceSampler(self.vocab_size, self.eos_token_id, self.device)
         self._peers = PeerPools(layout, self.device, pool.handle.rank)
         self._copies = threading.local()  # one stream per thread that copies
+        self._scores: Scores | None = None  # of the last step's chunk
         self.lock = -1  # descriptor of the rank's file lock, held until close
         self._closing = threading.Event()
         self._watcher: threading.Thread | None = None
@@ -144,7 +145,7 @@ class GpuEngine:
         if on_device is not None:
             logits, streams = (t.float().cpu().numpy() for t in on_device)
         self._finish()
-        return StepResult(logits, streams, time.monotonic_ns() - began)
+        return StepResult(logits, streams, time.monotonic_ns() - began, self._scores)
 
     @on_device
     def run_header(self, epoch: int) -> None:
@@ -157,8 +158,7 @@ class GpuEngine:
         on_device = None
         if body.num:
             on_device = self.runner.run_decode(body)
-        if body.chunk is not None:
-            self.runner.run_prefill(body)
+        self._scores = self.runner.run_prefill(body) if body.chunk is not None else None
         return on_device
 
     def step_and_draw(self, plan: StepPlan, rows: Callable[[], list[Row]]) -> list[Draw]:

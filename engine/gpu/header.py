@@ -30,6 +30,7 @@ WORDS = 64  # int32 words before the arrays
 _MAGIC, _EPOCH, _ABORT = 0, 2, 4
 _NUM, _SIZE, _LIVE, _TABLES, _WIDTH = 6, 7, 8, 9, 10
 _CHUNK_SLOT, _CHUNK_START, _CHUNK_COUNT, _CHUNK_TABLE, _STEP = 11, 12, 13, 14, 15
+_CHUNK_NEXT, _CHUNK_TOP = 16, 17
 
 
 def bucket_of(sequences: int) -> int:
@@ -68,6 +69,8 @@ class ChunkBody:
     start: int
     token_ids: I32
     table: I32
+    next_token: int = -1  # as PrefillChunk has them
+    num_top: int = -1
 
 
 @dataclass(frozen=True)
@@ -255,6 +258,7 @@ class StepHeader:
             raise EngineError(f"a chunk of {count} tokens does not fit the header")
         words[_CHUNK_SLOT], words[_CHUNK_START] = chunk.slot, chunk.start
         words[_CHUNK_COUNT], words[_CHUNK_TABLE] = count, len(chunk.block_table)
+        words[_CHUNK_NEXT], words[_CHUNK_TOP] = chunk.next_token, chunk.num_top
         self._chunk[:count] = chunk.token_ids
         self._chunk_table[: len(chunk.block_table)] = chunk.block_table
 
@@ -281,6 +285,8 @@ class StepHeader:
                 int(words[_CHUNK_START]),
                 self._chunk[: words[_CHUNK_COUNT]],
                 self._chunk_table[: words[_CHUNK_TABLE]],
+                int(words[_CHUNK_NEXT]),
+                int(words[_CHUNK_TOP]),
             )
         return StepBody(
             self.epoch,

@@ -23,7 +23,8 @@ from decant.engine.gpu.header import BUCKETS, Sizes, StepBody, StepHeader, bucke
 from decant.engine.gpu.model import GpuModel, chunk_bytes, chunk_part
 from decant.engine.gpu.ops import Rows
 from decant.engine.gpu.pool import GpuPool
-from decant.engine.interface import PrefillChunk, SlotRows, StepPlan
+from decant.engine.gpu.scoring import Block, score_rows, targets_of, to_host
+from decant.engine.interface import PrefillChunk, Scores, SlotRows, StepPlan
 from decant.kernels.layout import WINDOW, Part
 from decant.protocol.errors import KernelError
 
@@ -252,17 +253,24 @@ class Runner:
         """Write a header of one chunk and run it."""
         self.run_prefill(self.header.write(StepPlan(0, (), chunk)))
 
-    def run_prefill(self, body: StepBody) -> None:
+    def run_prefill(self, body: StepBody) -> Scores | None:
         """Positions of a chunk: entries, state and window keys, streams of the last position, and
-        the MTP layer's window keys."""
+        the MTP layer's window keys. Returns: scores, if the chunk asks for them."""
         chunk = body.chunk
         assert chunk is not None
         self._take_tables(body)
+        is_scored, blocks = chunk.num_top >= 0, list[Block]()
+        targets = targets_of(chunk) if is_scored else None
         for at in range(0, len(chunk.token_ids), self.chunk_rows):
             part = chunk.token_ids[at : at + self.chunk_rows]
-            self._prefill_part(chunk.slot, chunk.start + at, part)
+            h = self._prefill_part(chunk.slot, chunk.start + at, part)
+            if targets is not None:
+                wanted = targets[at : at + self.chunk_rows]
+                blocks += score_rows(h, wanted, chunk.num_top, self.model.logits)
+        return to_host(blocks, chunk.num_top) if is_scored else None
 
-    def _prefill_part(self, slot: int, start: int, ids: I32) -> None:
+    def _prefill_part(self, slot: int, start: int, ids: I32) -> Tensor:
+        """Returns: the rows' inputs of the vocabulary, bf16 [rows, hidden]."""
         count = len(ids)
         positions = np.arange(start, start + count, dtype=np.int32)
         rows = self.rows(ids, positions, np.full(count, slot, np.int32), count)
@@ -290,10 +298,11 @@ class Runner:
         def after(number: int) -> None:
             move(new, self._buffer, held, zero, self.pool.slots, slots.window[number], owner)
 
-        streams, _ = self.model.trunk(rows, self.pool, before, after)
+        streams, h = self.model.trunk(rows, self.pool, before, after)
         self._write_mtp_keys(slot, start, ids, streams)
         self.pool.write_streams(owner[None], streams[-1:])
         self.pool.write_recent(owner[None], rows.positions[-1:], streams[-1:])
+        return h
 
     def _span(self, first: int, end: int) -> Tensor:
         return torch.arange(first, end, device=self.device)

@@ -20,7 +20,7 @@ from decant.engine.gpu.device import device_index
 from decant.engine.gpu.header import SHM, Sizes, StepHeader
 from decant.engine.gpu.ipc import IpcCommunicator
 from decant.engine.gpu.start import start_draft, start_engine
-from decant.engine.interface import DraftSlot, PrefillChunk, SlotRows, StepPlan
+from decant.engine.interface import DraftSlot, PrefillChunk, Scores, SlotRows, StepPlan
 from decant.engine.sampler import Row, Sampler
 from decant.protocol.config import Config, GpuConfig, PrefillConfig
 from decant.protocol.errors import (
@@ -43,7 +43,8 @@ NO_STREAMS = np.zeros((1, 4, 0), np.float32)
 
 def plan(step: int = 1) -> StepPlan:
     rows = (SlotRows(4, 10, (7, 8, 9), (3, 1)), SlotRows(0, 99, (5,), (2,)))
-    return StepPlan(step, rows, PrefillChunk(2, 30, np.arange(40, dtype=np.int32), (4, 0)))
+    chunk = PrefillChunk(2, 30, np.arange(40, dtype=np.int32), (4, 0), next_token=77, num_top=5)
+    return StepPlan(step, rows, chunk)
 
 
 def test_a_reader_sees_what_the_leader_wrote() -> None:
@@ -61,6 +62,7 @@ def test_a_reader_sees_what_the_leader_wrote() -> None:
         assert body.tables.tolist() == [[3, 1], [2, 0], [4, 0]]
         assert body.chunk is not None and body.chunk.start == 30
         assert body.chunk.token_ids.tolist() == list(range(40))
+        assert (body.chunk.next_token, body.chunk.num_top) == (77, 5)
         # the next step: only the table that changed travels
         leader.write(StepPlan(2, (SlotRows(4, 13, (1,), (3, 1)), SlotRows(0, 100, (6,), (2, 5)))))
         body = reader.read(2)
@@ -201,16 +203,20 @@ def rows_of(count: int, at: int, logprobs: int = -1) -> list[Row]:
     return [Row(sampling, 0, at + i, i) for i in range(count)]
 
 
-def trace(config: Config) -> tuple[NDArray[np.float32], list[list[int]], list[int], list[int]]:
-    """Logits, drafts, drawn tokens and checksums of a prefill and a few verify steps."""
+Trace = tuple[NDArray[np.float32], list[list[int]], list[int], list[int], Scores]
+
+
+def trace(config: Config) -> Trace:
+    """Logits, drafts, drawn tokens and checksums of a prefill and a few verify steps; the prompt's
+    scores. Those need more rows of logits at once than a verify step has."""
     engine, draft = start_engine(config, "decode", set()), start_draft(config, set())
     try:
         draft.attach("decode", engine.pools())
         table = (3, 1)
         engine.clear_slot(1)
         for at in range(0, 200, 128):
-            chunk = PrefillChunk(1, at, IDS[at : at + 128], table)
-            engine.step(StepPlan(0, (), chunk))
+            chunk = PrefillChunk(1, at, IDS[at : at + 128], table, num_top=2)
+            scores = engine.step(StepPlan(0, (), chunk)).scores
         logits, drafts, drawn = [engine.head([1])], [], []
         drawn += [d.token_id for d in engine.draw_heads([1], rows_of(1, 200))]
         token, start, streams, follows = 7, 199, engine.last_streams([1]), (7,)
@@ -234,7 +240,8 @@ def trace(config: Config) -> tuple[NDArray[np.float32], list[list[int]], list[in
             token, start = found[0], position
             streams, follows = result.streams[:1], (found[0],)
         sums = [engine.slot_checksum(1, 202), engine.page_checksum(3, 128)]
-        return np.concatenate(logits), drafts, drawn, sums
+        assert scores is not None
+        return np.concatenate(logits), drafts, drawn, sums, scores
     finally:
         draft.close()
         engine.close()
@@ -248,6 +255,9 @@ def test_two_ranks_against_one(configuration: Config) -> None:
     same = sum(a == b for a, b in zip(sum(one[1], []), sum(two[1], []), strict=True))
     assert same >= 4  # of 6 drafts after random tokens
     assert len(one[2]) == len(two[2]) == 9
+    assert one[4].top_ids.shape == two[4].top_ids.shape == (71, 2)
+    assert np.median(np.abs(one[4].logprobs - two[4].logprobs)) < 0.2  # of random tokens: -10
+    assert (one[4].top_ids[:, 0] == two[4].top_ids[:, 0]).mean() > 0.8
 
 
 def test_ranks_hold_the_same_bits_and_pull_from_their_peers(configuration: Config) -> None:

@@ -7,15 +7,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
 from decant.engine.cpu_engine import CpuEngine
 from decant.engine.gpu.draft import GpuDraftEngine
 from decant.engine.gpu.engine import GpuEngine
+from decant.engine.gpu.scoring import score_rows, to_host
 from decant.engine.gpu.selftest import compare, held_out, teacher_force
 from decant.engine.gpu.start import start_draft
-from decant.engine.interface import DraftSlot, PrefillChunk, SlotRows, StepPlan
+from decant.engine.interface import DraftSlot, PrefillChunk, Scores, SlotRows, StepPlan
 from decant.engine.load import load_draft
+from decant.engine.scoring import score
 from decant.protocol.errors import HandoffError, KVPageError
 
 IDS = np.random.default_rng(5).integers(3, 2500, 320).astype(np.int32)
@@ -138,6 +141,57 @@ def test_static_buffers_give_what_an_uncaptured_step_gives(twin: GpuEngine) -> N
     twin.runner.capture(4, 2)
     twin.runner.drop_graphs()
     assert distance(fewer, wanted[:4]) < 1e-2
+
+
+def test_scores_on_the_device_are_those_of_the_host() -> None:
+    """Ties go to the smaller id; the numbers differ by a rounding at most."""
+    random = np.random.default_rng(2)
+    logits = random.integers(-20, 20, (70, 300)).astype(np.float32)  # many ties
+    targets = random.integers(0, 300, 70).astype(np.int32)
+    for num_top in (0, 4, 300, 400):
+        on_device = torch.from_numpy(logits)
+        found = to_host(score_rows(on_device, targets, num_top, lambda rows: rows), num_top)
+        wanted = score(logits, targets, num_top)
+        for name in ("ranks", "top_ids"):
+            assert np.array_equal(getattr(found, name), getattr(wanted, name))
+        for name in ("logprobs", "top_logprobs"):
+            assert np.allclose(getattr(found, name), getattr(wanted, name), atol=1e-6)
+
+
+def test_prompts_are_scored_as_the_reference_does(twin: GpuEngine, reference: CpuEngine) -> None:
+    """Whatever the chunks; and as the same engine's decode rows say it."""
+    _, given, _ = next(p for p in held_out(1) if p[0] == "recall@300")
+    ids, pages = np.array(given[:300], np.int32), (0, 1, 2)
+
+    def scored(engine: Any, size: int) -> Scores:
+        engine.clear_slot(0)
+        parts = []
+        for at in range(0, len(ids), size):
+            following = int(ids[at + size]) if at + size < len(ids) else -1
+            chunk = PrefillChunk(0, at, ids[at : at + size], pages, following, 3)
+            scores = engine.step(StepPlan(0, (), chunk)).scores
+            assert scores is not None
+            parts.append(scores)
+        names = Scores.__annotations__
+        return Scores(*(np.concatenate([getattr(p, n) for p in parts]) for n in names))
+
+    wanted = scored(reference, 300)
+    for size in (300, 97):  # 300: two passes of the engine's own pieces of 256
+        found = scored(twin, size)
+        assert found.logprobs.shape == (len(ids) - 1,) and found.top_ids.shape == (len(ids) - 1, 3)
+        assert np.median(np.abs(found.logprobs - wanted.logprobs)) < 0.02
+        assert abs(found.logprobs.mean() - wanted.logprobs.mean()) < 0.05
+        assert ((found.ranks == 1) == (wanted.ranks == 1)).mean() > 0.95
+    prefill(twin, 1, (3, 4), 40, 64)
+    row = SlotRows(1, 40, tuple(int(t) for t in IDS[40:43]), (3, 4))
+    rows = twin.step(StepPlan(0, (row,))).logits
+    twin.clear_slot(1)
+    chunk = PrefillChunk(1, 0, IDS[:43], (3, 4), int(IDS[43]), 1)
+    last = twin.step(StepPlan(0, (), chunk)).scores
+    assert last is not None and last.logprobs.shape == (43,)
+    decoded = score(rows, IDS[41:44], 1)
+    assert np.allclose(last.logprobs[-3:], decoded.logprobs, atol=0.1)
+    assert twin.step(StepPlan(0, (SlotRows(1, 43, (5,), (3, 4)),))).scores is None
 
 
 def test_drafts_agree_with_the_reference(
