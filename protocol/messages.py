@@ -180,6 +180,7 @@ class Peers(Message, frozen=True, tag="peers", omit_defaults=True):
     why: str = ""  # if not: one sentence
     is_full: bool = False  # a complete chain exists, but the queue is full: 429 at once
     retry_after_s: float = 0.0  # if it is full: when there may be room
+    num_free: int = -1  # places in the queue, if few are left; -1: enough
 
 
 class Heartbeat(Message, frozen=True, tag="heartbeat", omit_defaults=True):

@@ -66,6 +66,11 @@ class Admission:
         """There is room for one more request."""
         return self.num_fresh < self._max_queued
 
+    def num_free(self, few: int) -> int:
+        """Places left if requests wait and no more than ``few`` are left; -1: enough."""
+        free = max(0, self._max_queued - self._num_fresh)
+        return free if self._num_fresh and free <= few else -1
+
     def position(self, request_id: str) -> int:
         """How many wait before this request, roughly; -1 if it does not wait."""
         for i, key in enumerate(self._waiting):

@@ -43,6 +43,7 @@ SETTLE_S = 5.0  # at most, for the processes that our predecessor knew
 LOST_PREFILL_S = 5.0  # a lane that prefill should have, while it says that it is idle
 PEERS_AGAIN_S = 5.0
 MAX_TURN = 64
+NEARLY_FULL = 4  # free places in the queue, of which gateways are told
 MAX_CLOSED = 4096  # requests remembered, so that a late copy of Generate starts nothing
 WORK = (m.Reserved, m.Refused, m.Prefilled, m.Decoding, m.Preempted, m.Finished, m.Lost)
 TOLD = (*WORK, m.Reserve, m.Prefill, m.Queued, m.AskEmitted, m.Closed)
@@ -89,7 +90,7 @@ class Dispatcher:
         self._closed: OrderedDict[str, int] = OrderedDict()  # request: attempt
         self._awaited, self._settled_s = set(awaited or ()), clock() + SETTLE_S
         self._complete_s = clock() + START_S - NO_CHAIN_S  # when the chain was complete last
-        self._told: tuple[int, bool, str] | None = None
+        self._told: tuple[int, bool, str, int] | None = None
         self._told_s = 0.0
 
     # ---- readiness
@@ -538,11 +539,11 @@ class Dispatcher:
         self._is_moving |= self._told is None or self._told[0] != self.membership.version
         self._pump(now)
         why = self.why_not_ready()
-        state = self.membership.version, not why, why
+        state = self.membership.version, not why, why, self.admission.num_free(NEARLY_FULL)
         if not self._is_settled(now):
             return
         if state != self._told or now - self._told_s > PEERS_AGAIN_S:
-            if self._told is not None and state[1:] != self._told[1:]:
+            if self._told is not None and state[1:3] != self._told[1:3]:
                 log.info("readiness", is_ready=not why, why=why)
             self._told, self._told_s = state, now
             peers = self._peers()
@@ -559,7 +560,9 @@ class Dispatcher:
     def _peers(self) -> m.Peers:
         why = self.why_not_ready()
         retry_after_s = self.admission.retry_after_s() if why == FULL else 0.0
-        return m.Peers(self.membership.peers(), not why, why, why == FULL, retry_after_s)
+        num_free = self.admission.num_free(NEARLY_FULL)
+        peers = self.membership.peers()
+        return m.Peers(peers, not why, why, why == FULL, retry_after_s, num_free)
 
     # ---- for the administrator and the metrics (see ``router_state.py``)
 

@@ -11,6 +11,7 @@ import json
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from decant.services.api import (
 from decant.services.api.access import Keys
 from decant.services.api.checker import Checker
 from decant.services.api.context import (
+    ENTERED,
     ERROR,
     GENERATIONS,
     KEY,
@@ -75,6 +77,7 @@ class Gateway:
     def __init__(self, config: Config, instance: str, client: RequestClient) -> None:
         self.registry = metrics.registry("gateway", instance)
         self.num_in_flight = 0
+        self._entering: set[str] = set()  # past the door, and the router has not answered yet
         self.is_draining = False
         self._config, self._instance = config, instance
         self._client = client
@@ -284,9 +287,15 @@ class Gateway:
         if self.num_in_flight >= self._config.gateway.max_requests:
             raise QueueFull(f"{self.num_in_flight} requests are running; try later")
         key, peers = request[KEY], self._client.peers
-        if peers.is_full and self._client.has_chain and key.num_running == self.num_in_flight > 0:
+        # Who is on its way takes the places that the router told us of: a newcomer that finds none
+        # left would be encoded only to be refused.
+        is_full = peers.is_full or 0 <= peers.num_free <= len(self._entering)
+        if is_full and self._client.has_chain and key.num_running == self.num_in_flight > 0:
             # All others are of this key too: the router would not put one of them out for it.
             raise QueueFull("the queue is full; try later", max(1.0, peers.retry_after_s))
+        token = new_request_id()  # the request's own id is the client's choice
+        self._entering.add(token)
+        request[ENTERED] = partial(self._entering.discard, token)
         self.num_in_flight += 1
         self._metrics.http_active.set(self.num_in_flight)
         try:
@@ -297,11 +306,12 @@ class Gateway:
             for generation in request.get(GENERATIONS, ()):
                 usage = generation.usage
                 key.spend(usage.prompt_tokens + usage.completion_tokens)
+            request[ENTERED]()
             self.num_in_flight -= 1
             self._metrics.http_active.set(self.num_in_flight)
 
     def _generation(self, request: web.Request, job: Job, keeps: bool) -> Generation:
-        generation = Generation(self._backend, job, keeps, request[START_S])
+        generation = Generation(self._backend, job, keeps, request[START_S], request[ENTERED])
         request[GENERATIONS] = [generation]
         return generation
 
@@ -329,7 +339,8 @@ class Gateway:
         parsed = completions.parse(await self._json(request), self._backend, request[TENANT])
 
         async def work() -> web.StreamResponse:
-            async with completions.Run(self._backend, parsed, request[START_S]) as run:
+            given = request[START_S], request[ENTERED]
+            async with completions.Run(self._backend, parsed, *given) as run:
                 request[GENERATIONS] = run.generations
                 if parsed.is_streamed:
                     return await self._send(request, run.stream())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -177,10 +177,15 @@ def _frame(request_id: str, model: str) -> dict[str, Any]:
 class Run:
     """All generations of a request. ``async with``: leaving cancels what still runs."""
 
-    def __init__(self, backend: Backend, request: Request, start_s: float) -> None:
+    def __init__(
+        self, backend: Backend, request: Request, start_s: float, entered: Callable[[], None]
+    ) -> None:
+        """start_s, entered: as for Generation."""
         self.request, self.request_id = request, new_request_id()
         keeps = not request.is_streamed
-        self.generations = [Generation(backend, job, keeps, start_s) for job in request.jobs]
+        self.generations = [
+            Generation(backend, job, keeps, start_s, entered) for job in request.jobs
+        ]
         self._backend = backend
         self._stack = AsyncExitStack()
 

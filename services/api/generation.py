@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from types import TracebackType
 
@@ -96,8 +96,17 @@ class Generation:
     Leaving the block cancels what still runs, on every process. ``usage`` is complete after the
     last batch; ``choices`` hold the whole text if ``keeps`` is set."""
 
-    def __init__(self, backend: Backend, job: Job, keeps: bool, start_s: float) -> None:
-        """start_s: when the HTTP request came, CLOCK_MONOTONIC."""
+    def __init__(
+        self,
+        backend: Backend,
+        job: Job,
+        keeps: bool,
+        start_s: float,
+        entered: Callable[[], None] = lambda: None,
+    ) -> None:
+        """start_s: when the HTTP request came, CLOCK_MONOTONIC. entered: called once the router has
+        taken or refused it.
+        """
         self.usage = Usage()
         self.prompt_ids: array[int] = array("i")
         self.prompt_scores: list[ScoredToken] = []  # of the prompt, if the job wants them
@@ -110,6 +119,7 @@ class Generation:
         self.deliveries_ms: deque[float] = deque(maxlen=DELIVERIES)
         self._unsent_ns = 0  # when decode had the oldest tokens that are not written yet
         self._backend, self._job, self._keeps, self._start_s = backend, job, keeps, start_s
+        self._entered = entered
         self._stream: Stream | None = None
 
     async def __aenter__(self) -> Generation:
@@ -126,6 +136,12 @@ class Generation:
 
     async def start(self) -> None:
         """Encode and submit. Raises: what the tokenizer or admission says, ContextTooLong."""
+        try:
+            await self._submit()
+        finally:
+            self._entered()
+
+    async def _submit(self) -> None:
         client, job = self._backend.client, self._job
         grammar = await self._grammar()
         began_s = time.monotonic()

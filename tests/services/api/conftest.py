@@ -77,6 +77,7 @@ class Backstage:
         self.script = Script()
         self.is_ready = True
         self.is_full = False
+        self.num_free = -1
         self.generates: list[m.Generate] = []
         self.traces: list[str] = []  # traceparent of each
         self.prompts: list[list[int]] = []
@@ -144,6 +145,7 @@ class Backstage:
             "" if self.is_ready else "no decode process",
             self.is_full,
             7.0 if self.is_full else 0.0,
+            self.num_free,
         )
         for _, identity in self._peers.values():
             await self._router.send(identity, peers)

@@ -385,6 +385,27 @@ async def test_a_full_queue_is_known_at_the_door(
     assert (await post(http, stage, chat(), **one))[0] == 200  # it has none: the router decides
 
 
+async def test_who_is_on_its_way_takes_the_last_places(
+    start: Any, http: aiohttp.ClientSession
+) -> None:
+    """The queue has one place left: of three that come at once, one is brought to the router."""
+    stage = await start()
+    stage.say("slow answer" + EOS, start_s=1.0)
+    first = asyncio.create_task(post(http, stage, chat()))
+    while not stage.generates:
+        await asyncio.sleep(0.01)
+    stage.num_free = 1
+    await stage.tell_peers()
+    await asyncio.sleep(0.1)
+    found = await asyncio.gather(*(post(http, stage, chat()) for _ in range(3)))
+    assert sorted(status for status, _, _ in found) == [200, 429, 429]
+    assert len(stage.generates) == 2 and (await first)[0] == 200
+    # Nobody is on its way any more.
+    running = asyncio.create_task(post(http, stage, chat()))
+    await asyncio.sleep(0.3)
+    assert (await post(http, stage, chat()))[0] == 200 and (await running)[0] == 200
+
+
 async def test_not_ready(stage: Any, http: aiohttp.ClientSession) -> None:
     stage.is_ready = False
     await stage.tell_peers()

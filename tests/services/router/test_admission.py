@@ -103,6 +103,20 @@ def test_bound_and_retry_after() -> None:
     assert error.value.status == 429 and 1.0 <= error.value.retry_after_s <= 30.0
 
 
+def test_few_free_places_are_told() -> None:
+    queue = admission(max_queued=6)
+    told = []
+    for i in range(6):
+        told.append(queue.num_free(4))
+        push(queue, f"a{i}")
+    assert told == [-1, -1, 4, 3, 2, 1] and queue.num_free(4) == 0
+    small = admission(max_queued=2)
+    push(small, "r", is_resume=True)
+    assert small.num_free(4) == -1  # nobody new waits: whoever comes may be placed at once
+    push(small, "a")
+    assert small.num_free(4) == 1
+
+
 def test_resumed_requests_do_not_count_against_newcomers() -> None:
     queue = admission(max_queued=2)
     for i in range(5):

@@ -53,6 +53,11 @@ class Held:
     is_decoding: bool = False
     is_done: bool = False
 
+    @property
+    def is_over(self) -> bool:
+        """decode: every choice has its last token."""
+        return self.is_decoding and all(len(ids) >= self.limit for ids in self.ids.values())
+
 
 class Worker:
     """Holds what it was given until Cancel. Never holds an attempt that it was told to cancel."""
@@ -87,7 +92,8 @@ class Worker:
 
     def reserve(self, key: tuple[str, int, int], body: m.Reserve, blobs: Sequence[bytes]) -> None:
         if key not in self.held:
-            if len(self.held) >= self.sim.max_held:
+            # A choice that ended has given back its slot and pages; its ids stay until Cancel.
+            if sum(not held.is_over for held in self.held.values()) >= self.sim.max_held:
                 self.to_router(m.Refused(*key, "busy"))
                 return
             ids = unpack_ids(blobs[0])
