@@ -18,8 +18,13 @@ from stage import Result, Stage, p
 from traffic import Answer
 
 OVERLOAD = ("router.max_queued=8", "gateway.max_requests=40", "router.canary=false")
-CUT_WAIT_S = 60.0  # for readers that are cut
-SLOW = ("gateway.slow_reader_s=4", "gateway.max_requests=256")
+CUT_WAIT_S = 60.0  # for readers that are cut, and a part of a second for each of them
+CUT_EACH_S = 1.0  # they share decode's steps
+# All of them hold a slot: they would wait in the queue, in front of the others, else.
+SLOW = (
+    *("gateway.slow_reader_s=4", "gateway.max_requests=256", "decode.slots=232"),
+    *("decode.pages=512", "prefill.pages=256"),
+)
 REFUSAL_S = 0.1
 STREAMS = 12
 
@@ -95,20 +100,39 @@ async def overload(stage: Stage, seed: int, num: int, minutes: float) -> Result:
     return result | rest
 
 
-def _not_reading(stage: Stage, seed: int) -> socket.socket:
-    """A streamed request whose answer is never read."""
+def _verbose(stage: Stage, seed: int) -> tuple[str, int, bytes]:
+    """Host, port and the bytes of a streamed request with a long answer. Log probabilities make
+    every token some kilobytes, so that buffers fill soon.
+    """
     (ask,) = mix.long(seed, 1, stage.real.model, 6000)
-    # Logprobs make every token some kilobytes, so that buffers fill soon.
     body = json.dumps({**ask.body, "logprobs": True, "top_logprobs": 20}).encode()
     host, _, port = stage.real.url.removeprefix("http://").partition(":")
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    return host, int(port), head.encode() + body
+
+
+def _not_reading(stage: Stage, seed: int) -> socket.socket:
+    """A streamed request whose answer is never read."""
+    host, port, data = _verbose(stage, seed)
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     connection.settimeout(10)
-    connection.connect((host, int(port)))
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\n"
-    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-    connection.sendall(head.encode() + body)
+    connection.connect((host, port))
+    connection.sendall(data)
     return connection
+
+
+async def _reading(stage: Stage, seed: int) -> None:
+    """The same request by a client that reads, until it is cancelled."""
+    host, port, data = _verbose(stage, seed)
+    reader, writer = await asyncio.open_connection(host, port)
+    try:
+        writer.write(data)
+        while await reader.read(1 << 16):
+            pass
+    finally:
+        writer.close()
 
 
 def _itl(answers: list[Answer]) -> list[float]:
@@ -116,7 +140,9 @@ def _itl(answers: list[Answer]) -> list[float]:
 
 
 async def slow_readers(stage: Stage, seed: int, num: int, minutes: float) -> Result:
-    """R8: ``num`` clients that never read, beside four that do."""
+    """R8: ``num`` clients that never read, beside four that do. Their tokens must not come later
+    than beside ``num`` clients that ask for the same and read.
+    """
     asks = mix.make(seed, 20, stage.real.model, mix.PLAIN)
     await stage.learn(asks)
     seconds = max(6.0, minutes * 15)
@@ -128,13 +154,19 @@ async def slow_readers(stage: Stage, seed: int, num: int, minutes: float) -> Res
             return await traffic.many(source, 4, lambda: time.monotonic() > until)
 
     calm = await others()
+    crowd = [asyncio.create_task(_reading(stage, seed + i)) for i in range(num)]
+    crowded = await others()
+    for task in crowd:
+        task.cancel()
+    await asyncio.wait(crowd)
+    await asyncio.to_thread(stage.real.wait_clean, 60.0)
     before = await asyncio.to_thread(census.take, stage.real)
     connections = [await asyncio.to_thread(_not_reading, stage, seed + i) for i in range(num)]
     disturbed = await others()
     peak = await asyncio.to_thread(census.take, stage.real)
     growth = (peak.rss["gateway-0"] - before.rss["gateway-0"]) / 1e6
     # A slow machine needs longer until the answers fill the buffers.
-    until = time.monotonic() + CUT_WAIT_S
+    until = time.monotonic() + CUT_WAIT_S + CUT_EACH_S * num
     while True:
         cut = await asyncio.to_thread(census.log_events, stage.real, "gateway-0", "slow reader cut")
         if len(cut) >= num or time.monotonic() > until:
@@ -147,11 +179,14 @@ async def slow_readers(stage: Stage, seed: int, num: int, minutes: float) -> Res
         "cut": len(cut),
         "readers": len(connections),
         "itl_p99_calm_ms": round(p(_itl(calm), 0.99) * 1e3, 1),
+        "itl_p99_crowded_ms": round(p(_itl(crowded), 0.99) * 1e3, 1),
         "itl_p99_ms": round(p(_itl(disturbed), 0.99) * 1e3, 1),
         "gateway_rss_growth_mb": round(growth, 1),
-        **stage.compare(disturbed),
+        **stage.compare(calm + crowded + disturbed),
     }
-    rest = await stage.rest(disturbed, 60.0)
+    rest = await stage.rest(calm + crowded + disturbed, 60.0)
+    if len(cut) < num:
+        rest["faults"].append(f"only {len(cut)} of {num} slow readers were cut")
     if growth > 100:
         rest["faults"].append(f"the gateway grew by {growth:.0f} MB")
     result["gone_s"] = round(time.monotonic() - began, 1)
