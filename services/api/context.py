@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 from aiohttp import web
 
@@ -13,7 +14,7 @@ REQUEST_ID = web.RequestKey("request_id", str)
 TRACE = web.RequestKey("trace", str)  # traceparent that our messages carry
 START_S = web.RequestKey("start_s", float)
 KEY = web.RequestKey("key", Key)
-ENTERED: web.RequestKey[Callable[[], None]] = web.RequestKey("entered", Callable)
+ENTERED: web.RequestKey[partial[None]] = web.RequestKey("entered", partial)
 TENANT = web.RequestKey("tenant", str)
 ERROR = web.RequestKey("error", Exception)
 GENERATIONS: web.RequestKey[Sequence[Generation]] = web.RequestKey("generations", Sequence)
