@@ -38,6 +38,7 @@ from decant.kernels import (
 )
 
 Options = dict[str, int]
+Table = dict[tuple[str, str], list[tuple[int, tuned.Choice]]]
 COMPILE_WORKERS = max(2, (os.cpu_count() or 4) - 2)
 CANDIDATE_S = 45.0  # a candidate that has said nothing for so long hangs
 GAIN = 0.98  # a candidate must be so much faster than what is there to be taken
@@ -98,9 +99,18 @@ def _options(**values: int) -> Options:
     return dict(values)
 
 
-UP = [(4, 2, 8, 4), (2, 4, 8, 4), (4, 2, 4, 6), (2, 2, 8, 5), (4, 4, 8, 3), (8, 1, 4, 4)]
+UP = [
+    (4, 2, 8, 4),
+    (2, 4, 8, 4),
+    (4, 2, 4, 6),
+    (2, 2, 8, 5),
+    (4, 4, 8, 3),
+    (8, 1, 4, 4),
+    (8, 1, 2, 8),
+]
+UP += [(16, 1, 4, 3)]
 DOWN = [(8, 1, 4, 4, 2), (8, 1, 8, 3, 2), (4, 2, 8, 4, 2), (4, 2, 8, 4, 4), (8, 1, 4, 4, 4)]
-DOWN += [(4, 2, 4, 6, 4)]
+DOWN += [(4, 2, 4, 6, 4), (8, 1, 4, 4, 8), (8, 1, 4, 6, 4), (8, 1, 2, 8, 4)]
 
 
 def _moe() -> Iterator[Job]:
@@ -144,16 +154,22 @@ def _attention() -> Iterator[Job]:
     yield Job(names[2], 1 << 30, "prefill_attention", prefill | {"kind": 2}, (grid((1,)),))
 
 
+WIDE = ((64, 8, 256), (64, 4, 256), (128, 4, 256), (128, 2, 256), (64, 8, 512))  # rows, kb, threads
+
+
 def _linear() -> Iterator[Job]:
     rooms: dict[int, tuple[int, ...]] = {1: (8,), 8: (8,), 16: (16,), 32: (32,), 64: (64, 32)}
     for n, k in ((8192, 1024), (1536, 4096), (4096, 2048), (4096, 512)):
         for tokens, tiles in rooms.items():
             if tokens in (8, 32) and k != 1024:
                 continue
-            options = tuple(_options(kb=kb, tokens=t) for t in tiles for kb in (4, 2, 8))
-            yield Job(
-                f"linear_{k}", tokens, "linear", {"tokens": tokens, "n": n, "k": k}, (options,)
+            wide = tuple(
+                _options(kb=kb, tokens=max(8, tokens), rows=rows, threads=threads)
+                for rows, kb, threads in WIDE
             )
+            narrow = tuple(_options(kb=kb, tokens=t) for t in tiles for kb in (8, 4, 2))
+            arguments = {"tokens": tokens, "n": n, "k": k}
+            yield Job(f"linear_{k}", tokens, "linear", arguments, (wide + narrow,))
     for tokens, tiles in rooms.items():
         if tokens != 8:
             options = tuple(_options(kb=kb, tokens=t) for t in tiles for kb in (4, 2, 8))
@@ -163,8 +179,8 @@ def _linear() -> Iterator[Job]:
 def _small() -> Iterator[Job]:
     shapes = {
         1: ((16, 1, 1), (8, 1, 1), (16, 1, 0), (8, 1, 0)),
-        8: ((16, 1, 1), (16, 2, 1), (8, 1, 0), (8, 2, 0), (16, 4, 1)),
-        64: ((16, 4, 1), (16, 8, 1), (8, 4, 0), (8, 8, 0), (8, 4, 1), (16, 8, 0)),
+        8: ((16, 1, 1), (16, 2, 1), (16, 1, 0), (8, 1, 0), (8, 2, 0), (16, 4, 1)),
+        64: ((8, 4, 0), (16, 8, 0), (16, 4, 1), (16, 4, 0), (8, 8, 0)),
         256: ((16, 8, 1), (8, 8, 0), (8, 16, 0)),
         4096: ((8, 16, 0), (4, 16, 0), (8, 8, 0), (4, 8, 0), (2, 8, 0)),
     }
@@ -173,7 +189,7 @@ def _small() -> Iterator[Job]:
         bound = tokens if tokens < 4096 else 1 << 30
         yield Job("mhc", bound, "boundary", {"tokens": tokens}, (options,))
     for tokens in (1, 8, 16, 32, 64):
-        options = (_options(tokens=max(8, tokens)),)
+        options = (_options(tokens=max(8, tokens), few=1), _options(tokens=max(8, tokens)))
         yield Job("gate", tokens, "router", {"tokens": tokens}, (options,))
     for rows in (1, 8, 64):
         options = tuple(_options(cluster=c, threads=t) for c in (8, 16) for t in (256, 512, 1024))
@@ -223,8 +239,17 @@ GROUPS = {
 
 
 def jobs(names: list[str]) -> list[Job]:
-    """All lines to measure, the most valuable first."""
-    return [job for name, make in GROUPS.items() if not names or name in names for job in make()]
+    """All lines to measure, the most valuable first, or those of the named groups, operations and
+    lines (``mhc:8``), in the order of the names."""
+    every = [(name, job) for name, make in GROUPS.items() for job in make()]
+    if not names:
+        return [job for _, job in every]
+    return [
+        job
+        for name in names
+        for group, job in every
+        if name in (group, job.op, f"{job.op}:{job.bound}")
+    ]
 
 
 # ---- what to compile -----------------------------------------------------------------------------
@@ -268,17 +293,16 @@ def builds(job: Job, options: Options) -> list[tuple[str, Options]]:
         constants = _options(KIND=kind, SPLITS=options["splits"], RING=options["ring"])
         return [("attention", constants | both_types)]
     if job.op.startswith(("linear", "wo_a")):
-        splits = a.get("k", 4096) // (options["kb"] * 128)
         mode = 0 if job.op.startswith("linear") else 2
-        constants = _options(KB=options["kb"], SPLITS=splits, TOKENS=options["tokens"], MODE=mode)
-        return [("linear", constants | _options(IN=1, OUT=1))]
+        return [fp8_linear.cuda_build(options, a.get("k", 4096), mode, 1, 1)]
     if job.op == "mhc":
         constants = _options(D=4096, CLUSTER=options["cluster"], TOKENS=options["tokens"])
         constants |= _options(DOTS=24, COMBINE=1, FN_SHARED=options["fn_shared"])
         return [("mhc", constants | _options(Y_TYPE=1, WITH_FP16=0, WITH_CODES=0))]
     if job.op == "gate":
         constants = _options(D=4096, E=256, TOP_K=6, TOKENS=options["tokens"], HASHED=0)
-        return [("gate", constants | _options(IDS64=0, TABLE64=0, LIST=1))]
+        constants |= _options(IDS64=0, TABLE64=0, LIST=1)
+        return [("gate_few" if options.get("few") else "gate", constants)]
     if job.op == "sample":
         constants = _options(CLUSTER=options["cluster"], THREADS=options["threads"])
         return [("sampling", constants | _options(LOGITS=0, HAS_MASK=0, HAS_PENALTY=0))]
@@ -294,15 +318,22 @@ def candidates(job: Job) -> Iterator[Options]:
             yield options if i == 0 else base | options
 
 
-def compile_all(todo: list[Job], arch: str, seconds: float) -> dict[str, str]:
-    """Compile in parallel what the jobs may need; returns what could not be, by its name."""
+def compile_all(
+    todo: list[Job], arch: str, seconds: float, base: Table | None = None
+) -> dict[str, str]:
+    """Compile in parallel what the table names and the jobs may need; returns what could not be, by
+    its name."""
     wanted: dict[str, tuple[str, Options]] = {}
-    for job in todo:
-        for options in candidates(job):
-            if not problem(job, options, arch):
-                for name, constants in builds(job, options):
-                    words = [f"{k}={v}" for k, v in sorted(constants.items())]
-                    wanted[" ".join([name, *words])] = (name, constants)
+    pairs = []
+    for job in jobs([]) if base else []:
+        choice = dict((base or {}).get((arch, job.op), ())).get(job.bound)
+        pairs += [(job, dict(choice.options))] if choice and choice.is_cuda else []
+    pairs += [(job, options) for job in todo for options in candidates(job)]
+    for job, options in pairs:
+        if not problem(job, options, arch):
+            for name, constants in builds(job, options):
+                words = [f"{k}={v}" for k, v in sorted(constants.items())]
+                wanted[" ".join([name, *words])] = (name, constants)
     failed: dict[str, str] = {}
     pool = concurrent.futures.ThreadPoolExecutor(COMPILE_WORKERS)  # nvcc is a process of its own
     running = {
@@ -449,8 +480,11 @@ def warm_triton(todo: list[Job], seconds: float) -> None:
         worker.close()
 
 
-def measure_job(job: Job, ask: Worker, arch: str, until: float) -> Outcome:
-    """Triton first, then the stages; later stages build on the best so far."""
+def measure_job(
+    job: Job, ask: Worker, arch: str, until: float, current: tuned.Choice | None = None
+) -> Outcome:
+    """Triton first, then what the table has now, then the stages; later stages build on the best
+    so far."""
     outcome = Outcome(job)
 
     def one(options: Options) -> None:
@@ -469,17 +503,18 @@ def measure_job(job: Job, ask: Worker, arch: str, until: float) -> Outcome:
         outcome.tried.append(tried)
 
     one({})
+    if current is not None and current.options:
+        one(dict(current.options))
     for i, stage in enumerate(job.stages):
         best = outcome.best(False)
         if i and best is None:
             break
         base = {} if best is None else best.options
         for options in stage:
-            one(options if i == 0 else base | options)
+            wanted = options if i == 0 else base | options
+            if all(wanted != t.options for t in outcome.tried):
+                one(wanted)
     return outcome
-
-
-Table = dict[tuple[str, str], list[tuple[int, tuned.Choice]]]
 
 
 def table(outcomes: list[Outcome], arch: str) -> Table:
@@ -529,7 +564,8 @@ def join(old: Path, new: Path) -> None:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="decant.kernels.autotune", description=__doc__)
-    parser.add_argument("group", nargs="*", help=f"of {', '.join(GROUPS)}; all if none is named")
+    groups = f"of {', '.join(GROUPS)}, or operations; all if none is named"
+    parser.add_argument("group", nargs="*", help=groups)
     parser.add_argument("--out", type=Path, default=Path("."), help="folder of the results")
     parser.add_argument("--seconds", type=float, default=300.0, help="for measuring")
     parser.add_argument("--compile-seconds", type=float, default=150.0)
@@ -543,11 +579,16 @@ def main(argv: list[str]) -> int:
     if arguments.join:
         join(*arguments.join)
         return 0
-    if unknown := set(arguments.group) - set(GROUPS):
-        parser.error(f"unknown: {', '.join(sorted(unknown))}")
+    known = set(GROUPS) | {job.op for job in jobs([])}
+    known |= {f"{job.op}:{job.bound}" for job in jobs([])}
+    if unknown := set(arguments.group) - known:
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(sorted(known))}")
     todo = jobs(arguments.group)
+    base: Table = {}
+    if arguments.base is not None and arguments.base.exists():
+        base = {key: list(found) for key, found in tuned.parse(arguments.base.read_text()).items()}
     if arguments.compile_only:
-        failed = compile_all(todo, arguments.compile_only, arguments.compile_seconds)
+        failed = compile_all(todo, arguments.compile_only, arguments.compile_seconds, base)
         for what, why in failed.items():
             print(what, why)
         return int(bool(failed))
@@ -555,9 +596,6 @@ def main(argv: list[str]) -> int:
 
     arch = architecture()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    base: Table = {}
-    if arguments.base is not None and arguments.base.exists():
-        base = {key: list(lines) for key, lines in tuned.parse(arguments.base.read_text()).items()}
     failed = compile_all(todo, arch, arguments.compile_seconds)
     warm_triton(todo, arguments.compile_seconds)
     until, asker, outcomes = time.monotonic() + arguments.seconds, Worker(), []
@@ -566,7 +604,8 @@ def main(argv: list[str]) -> int:
             if time.monotonic() > until:
                 print(f"time is up before {job.label}")
                 break
-            outcomes.append(measure_job(job, asker, arch, until))
+            now = dict(base.get((arch, job.op), ())).get(job.bound)
+            outcomes.append(measure_job(job, asker, arch, until, now))
             write(outcomes, failed, arch, arguments.out, base)
             print(summary(outcomes[-1]), flush=True)
     return 0

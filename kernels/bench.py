@@ -225,7 +225,11 @@ def main(argv: list[str]) -> int:
     from decant.kernels.config import architecture
 
     parser = argparse.ArgumentParser(prog="decant bench-kernels", description=main.__doc__)
-    parser.add_argument("op", nargs="*", help="operations to run; all if none is named")
+    named = "operations to run, in this order; all if none is named"
+    parser.add_argument("op", nargs="*", help=named)
+    parser.add_argument(
+        "--most", type=int, default=1 << 30, help="skip cases of more tokens or rows"
+    )
     parser.add_argument("--json", type=Path, help="write the records to this file")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no case after this")
     arguments = parser.parse_args(argv)
@@ -243,9 +247,9 @@ def main(argv: list[str]) -> int:
     print(f"copy {ceilings.copy_gbs:.0f} GB/s, bf16 8192^3 {ceilings.bf16_tflops:.0f} TFLOP/s")
     records: list[dict[str, Any]] = []
     failed = 0
-    for case in cases():
-        if arguments.op and case.op not in arguments.op:
-            continue
+    wanted = [c for op in arguments.op for c in cases() if c.op == op] or list(cases())
+    wanted = [c for c in wanted if c.rows <= arguments.most]
+    for case in wanted:
         if time.monotonic() > until:
             print(f"time is up before {case.op}")
             break

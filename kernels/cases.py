@@ -5,7 +5,7 @@ Sizes are those of one rank of four (16 heads, expert slice 512). Each builder m
 sets, the operation's call, its byte and operation counts, and an error against float64.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -41,7 +41,13 @@ class Case:
     """One line of the benchmark: operation and builder (which takes the architecture)."""
 
     op: str
-    build: Callable[[str], Problem]
+    build: partial[Problem]
+
+    @property
+    def rows(self) -> int:
+        """Tokens or rows of the case."""
+        given = self.build.keywords
+        return int(max(given.get("tokens", 0), given.get("rows", 0)))
 
 
 def relative(got: torch.Tensor, expected: torch.Tensor) -> float:

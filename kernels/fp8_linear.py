@@ -209,24 +209,47 @@ def workspace(
     )
 
 
-def cuda_shared_bytes(kb: int, tokens: int) -> int:
-    """Shared memory of a block of ``csrc/linear.cu``."""
+def cuda_shared_bytes(options: Mapping[str, int]) -> int:
+    """Shared memory of a block of ``csrc/linear.cu``, or of ``csrc/linear_wide.cu`` if the options
+    name its rows."""
+    kb, tokens = options["kb"], options["tokens"]
+    if "rows" in options:
+        return kb * BLOCK * (options["rows"] + tokens) + kb * tokens * 4
     share = kb * BLOCK
     return CUDA_ROWS * (share + 64) + tokens * (share * 2 + 16) + kb * tokens * 4
 
 
 def cuda_problem(options: Mapping[str, int], arch: str, n: int, k: int) -> str:
     """Why the CUDA kernel does not take weights [n, k] with these options; empty if it does."""
-    kb, tokens = options["kb"], options["tokens"]
-    if tokens not in (8, 16, 32, 64) or (tokens < 32 and kb % 2):
+    kb, tokens, rows = options["kb"], options["tokens"], options.get("rows", 0)
+    if tokens not in (8, 16, 32, 64) or (not rows and tokens < 32 and kb % 2):
         return f"{kb} scale blocks and {tokens} tokens"
-    if k % (kb * BLOCK) or n % CUDA_ROWS:
-        return f"weights [{n}, {k}] in pieces of [{CUDA_ROWS}, {kb * BLOCK}]"
+    if rows and arch != "sm_90":
+        return f"{arch} has no matrix instruction of four warps"
+    if rows:
+        groups, items = options["threads"] // 128, tokens * kb * 8 // options["threads"]
+        if rows not in (64, 128) or groups * 64 % rows or kb % max(1, groups * 64 // rows):
+            return f"{kb} scale blocks of {rows} rows for {groups} groups of warps"
+        if not items:
+            return f"{tokens} tokens and {kb} scale blocks for {options['threads']} threads"
+    if k % (kb * BLOCK) or n % (rows or CUDA_ROWS):
+        return f"weights [{n}, {k}] in pieces of [{rows or CUDA_ROWS}, {kb * BLOCK}]"
     if k // (kb * BLOCK) > (cuda.PORTABLE_CLUSTER if arch == "sm_120" else 16):
         return f"{k // (kb * BLOCK)} blocks are no cluster of {arch}"
-    if cuda_shared_bytes(kb, tokens) > SHARED_MEMORY_LIMIT[arch]:
-        return f"{cuda_shared_bytes(kb, tokens)} bytes of shared memory"
+    if cuda_shared_bytes(options) > SHARED_MEMORY_LIMIT[arch]:
+        return f"{cuda_shared_bytes(options)} bytes of shared memory"
     return ""
+
+
+def cuda_build(
+    options: Mapping[str, int], k: int, mode: int, given: int, out: int
+) -> tuple[str, dict[str, int]]:
+    """(source, constants) for weights [n, k]; given, out: numbers of CUDA_TYPES."""
+    constants = {"KB": options["kb"], "SPLITS": k // (options["kb"] * BLOCK), "MODE": mode}
+    constants |= {"TOKENS": options["tokens"], "IN": given, "OUT": out}
+    if "rows" not in options:
+        return "linear", constants
+    return "linear_wide", constants | {"ROWS": options["rows"], "THREADS": options["threads"]}
 
 
 def chosen_for(arch: str, op: str, tokens: int, n: int, k: int) -> Choice | None:
@@ -250,19 +273,21 @@ def cuda_linear(
     x_stride: int,
     group_rows: int,
 ) -> torch.Tensor:
-    """Launch ``csrc/linear.cu``; mode 0: quantise x, 1: x holds codes, 2: wo_a."""
+    """Launch ``csrc/linear.cu`` or ``csrc/linear_wide.cu``; mode 0: quantise x, 1: x holds codes,
+    2: wo_a, which the second does not know."""
     n, k = weight.shape
-    kb, tile = chosen.options["kb"], chosen.options["tokens"]
-    splits = k // (kb * BLOCK)
-    kernel = cuda.function(
-        "linear", "linear_kernel", arch, MODE=mode, KB=kb, SPLITS=splits, TOKENS=tile,
-        IN=0 if mode == 1 else CUDA_TYPES[x.dtype], OUT=CUDA_TYPES[out.dtype],
-    )  # fmt: skip
+    rows, threads = chosen.options.get("rows", 0), chosen.options.get("threads", 256)
+    given = 0 if mode == 1 else CUDA_TYPES[x.dtype]
+    source, constants = cuda_build(chosen.options, k, mode, given, CUDA_TYPES[out.dtype])
+    kernel = cuda.function(source, f"{source}_kernel", arch, **constants)
+    where: tuple[object, ...] = (out, tokens, cuda.Int64(x_stride), n, k)
+    if not rows:
+        where = (rope, *where, group_rows)
+    splits = constants["SPLITS"]
     cuda.launch(
-        kernel, (splits, n // CUDA_ROWS, -(-tokens // tile)), (256, 1, 1),
-        cuda_shared_bytes(kb, tile),
-        x, factors, weight, scale.view(torch.uint8), rope, out, tokens, cuda.Int64(x_stride), n, k,
-        group_rows, cluster=splits, overlap=True,
+        kernel, (splits, n // (rows or CUDA_ROWS), -(-tokens // chosen.options["tokens"])),
+        (threads, 1, 1), cuda_shared_bytes(chosen.options),
+        x, factors, weight, scale.view(torch.uint8), *where, cluster=splits, overlap=True,
     )  # fmt: skip
     return out
 
@@ -301,6 +326,8 @@ def fp8_linear(
     if factors is not None and (factors.shape != (k // BLOCK, tokens) or quantised is not None):
         raise ValueError(f"factors must be [{k // BLOCK}, {tokens}]")
     chosen = None if config else chosen_for(arch, "linear", tokens, n, k)
+    if factors is not None and (x.stride(0) % 16 or x.data_ptr() % 16):
+        chosen = None  # codes are fetched 16 at a time
     if chosen is not None:
         mode = 0 if factors is None else 1
         stride = x.stride(0)

@@ -213,20 +213,27 @@ CUDA_CLUSTER = 8
 _counter: dict[torch.device, torch.Tensor] = {}
 
 
-def cuda_shared_bytes(room: int, width: int) -> int:
-    """Shared memory of a block of ``csrc/gate.cu`` with room for that many tokens."""
+def cuda_shared_bytes(options: Mapping[str, int], width: int, e: int) -> int:
+    """Shared memory of a block of ``csrc/gate.cu``, or of ``csrc/gate_few.cu`` (option "few")."""
+    room = options["tokens"]
+    if options.get("few"):
+        return 16 * room * 17 * 4 + room * e * 4 + e * 4 + -(-room * 6 // 32) * 128 + 64
     return (16 + room) * (width // CUDA_CLUSTER * 2 + 16) + 5 * room * 17 * 4 + 64
 
 
 def cuda_problem(options: Mapping[str, int], arch: str, tokens: int, width: int, e: int) -> str:
     """Why the CUDA kernel does not take this gate; empty if it does."""
-    room = options["tokens"]
-    if room not in (8, 16, 32, 64) or tokens > room:
+    room, few = options["tokens"], options.get("few", 0)
+    if room not in ((8, 16, 32) if few else (8, 16, 32, 64)) or tokens > room:
         return f"{tokens} tokens in room for {room}"
-    if width % (CUDA_CLUSTER * 64) or e % 128:
+    if few and (width % 512 or e % 32 or e > 256):
         return f"{e} experts of {width} channels"
-    if cuda_shared_bytes(room, width) > SHARED_MEMORY_LIMIT[arch]:
-        return f"{cuda_shared_bytes(room, width)} bytes of shared memory"
+    if few and e // 16 > (cuda.PORTABLE_CLUSTER if arch == "sm_120" else 16):
+        return f"{e // 16} blocks are no cluster of {arch}"
+    if not few and (width % (CUDA_CLUSTER * 64) or e % 128):
+        return f"{e} experts of {width} channels"
+    if cuda_shared_bytes(options, width, e) > SHARED_MEMORY_LIMIT[arch]:
+        return f"{cuda_shared_bytes(options, width, e)} bytes of shared memory"
     return ""
 
 
@@ -245,23 +252,32 @@ def _cuda_route(
 ) -> None:
     tokens, width = x.shape
     num_experts, top_k = weight.shape[0], experts.shape[1]
-    if x.device not in _counter:  # outside of captures: warm up first
-        _counter[x.device] = torch.zeros(1, dtype=torch.int32, device=x.device)
     listed: tuple[torch.Tensor | None, ...] = (None,) * 5
     if tiles is not None:
         listed = (tiles.pairs, tiles.expert, tiles.start, tiles.count, tiles.num_tiles)
+    few = bool(options.get("few"))
+    source, name = ("gate_few", "route_few_kernel") if few else ("gate", "route_kernel")
     kernel = cuda.function(
-        "gate", "route_kernel", arch, D=width, E=num_experts, TOP_K=top_k,
+        source, name, arch, D=width, E=num_experts, TOP_K=top_k,
         TOKENS=options["tokens"], HASHED=table is not None,
         IDS64=token_ids is not None and token_ids.dtype == torch.int64,
         TABLE64=table is not None and table.dtype == torch.int64, LIST=tiles is not None,
     )  # fmt: skip
+    shared = cuda_shared_bytes(options, width, num_experts)
+    given = (x, weight, bias, table, token_ids)
+    rest = (experts, weights, *listed, tokens, 1 if tiles is None else tiles.block_t, ROUTED_SCALE)
+    if few:
+        cluster = num_experts // 16
+        cuda.launch(
+            kernel, (cluster, 1, 1), (512, 1, 1), shared, *given, *rest,
+            cluster=cluster, overlap=True,
+        )  # fmt: skip
+        return
+    if x.device not in _counter:  # outside of captures: warm up first
+        _counter[x.device] = torch.zeros(1, dtype=torch.int32, device=x.device)
     cuda.launch(
-        kernel, (CUDA_CLUSTER, num_experts // 16, 1), (128, 1, 1),
-        cuda_shared_bytes(options["tokens"], width),
-        x, weight, bias, table, token_ids, logits, _counter[x.device], experts, weights, *listed,
-        tokens, 1 if tiles is None else tiles.block_t, ROUTED_SCALE,
-        cluster=CUDA_CLUSTER, overlap=True,
+        kernel, (CUDA_CLUSTER, num_experts // 16, 1), (128, 1, 1), shared,
+        *given, logits, _counter[x.device], *rest, cluster=CUDA_CLUSTER, overlap=True,
     )  # fmt: skip
 
 

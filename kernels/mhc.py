@@ -240,8 +240,8 @@ def cuda_shared_bytes(options: Mapping[str, int], width: int, dots: int) -> int:
     """Shared memory of a block of ``csrc/mhc.cu``."""
     channels, tokens = width // options["cluster"], options["tokens"]
     fn = dots * STREAMS * channels * 4 if options["fn_shared"] else 0
-    kept = tokens * channels * (STREAMS * 2 + 4)
-    return fn + kept + 2 * tokens * SLOTS * 4 + tokens * 4 + 16 + 8 * tokens * 4
+    sums = (options["cluster"] + 1) * 36 + 8 * 10  # received and added up; parts of warps
+    return fn + tokens * channels * STREAMS * 2 + tokens * sums * 4 + 32 * 4
 
 
 def cuda_problem(options: Mapping[str, int], arch: str, width: int) -> str:

@@ -19,6 +19,7 @@ typedef long long i64;
 #define KERNEL(threads, blocks) extern "C" __global__ void __launch_bounds__(threads, blocks)
 #define HOST_ENTRY(kernel)
 #define SHARED_BYTES(name) extern __shared__ __align__(128) unsigned char name[]
+#define SHARED_TILES(name) extern __shared__ __align__(1024) unsigned char name[]  // for swizzled tiles
 #define UNROLL _Pragma("unroll")
 
 struct alignas(16) Vec4 {
@@ -134,6 +135,13 @@ DEVICE float peer_load(const float* p, int rank) {
   return v;
 }
 
+// One float into the shared memory of another block of the cluster, at the place of `p` here.
+DEVICE void peer_store(float* p, int rank, float v) {
+  u32 at;
+  asm volatile("mapa.shared::cluster.u32 %0,%1,%2;" : "=r"(at) : "r"(shared_address(p)), "r"(rank));
+  asm volatile("st.shared::cluster.f32 [%0],%1;" :: "r"(at), "f"(v) : "memory");
+}
+
 // -- lanes ----------------------------------------------------------------------------------------
 
 DEVICE float lane_xor(float v, int mask) { return __shfl_xor_sync(0xFFFFFFFFu, v, mask); }
@@ -162,6 +170,12 @@ DEVICE float exp_(float x) { return __expf(x); }
 DEVICE float log_(float x) { return logf(x); }
 DEVICE float sqrt_(float x) { return sqrtf(x); }
 DEVICE float rsqrt_(float x) { return rsqrtf(x); }
+// 1 / x within one unit of the last place, in one instruction.
+DEVICE float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0,%1;" : "=f"(y) : "f"(x));
+  return y;
+}
 DEVICE float infinity() { return __int_as_float(0x7F800000); }
 DEVICE float nan_() { return __int_as_float(0x7FFFFFFF); }
 DEVICE float maximum(float a, float b) { return fmaxf(a, b); }
@@ -225,7 +239,62 @@ DEVICE void load_matrices_transposed(u32* r, const void* row) {
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)) : "memory");
 }
 
+// -- matrix products of four warps (sm_90 alone): d [64, N] += a [64, 32] b [N, 32]^T of e4m3 ---------
+// Both operands lie in shared memory, see swizzled_rows; a warp has 16 rows of d, laid out as in mma_f16.
+
+// What this thread wrote to shared memory is there for the matrix unit (then meet the others).
+DEVICE void fence_matrix_memory() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+DEVICE void warps_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void warps_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+DEVICE void warps_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+#define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define D16(i) D4(i), D4(i + 4), D4(i + 8), D4(i + 12)
+template <int N> DEVICE void warps_mma_e4m3(float* d, u64 a, u64 b, bool add) {
+  if constexpr (N == 8)
+    asm volatile("{.reg .pred p; setp.ne.b32 p,%6,0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3 {%0,%1,%2,%3},%4,%5,p,1,1;}"
+                 : D4(0) : "l"(a), "l"(b), "r"((int)add));
+  else if constexpr (N == 16)
+    asm volatile("{.reg .pred p; setp.ne.b32 p,%10,0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3 {%0,%1,%2,%3,%4,%5,%6,%7},"
+                 "%8,%9,p,1,1;}"
+                 : D4(0), D4(4) : "l"(a), "l"(b), "r"((int)add));
+  else if constexpr (N == 32)
+    asm volatile("{.reg .pred p; setp.ne.b32 p,%18,0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n32k32.f32.e4m3.e4m3 {%0,%1,%2,%3,%4,%5,%6,%7,"
+                 "%8,%9,%10,%11,%12,%13,%14,%15},%16,%17,p,1,1;}"
+                 : D16(0) : "l"(a), "l"(b), "r"((int)add));
+  else
+    asm volatile("{.reg .pred p; setp.ne.b32 p,%34,0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {%0,%1,%2,%3,%4,%5,%6,%7,"
+                 "%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,"
+                 "%28,%29,%30,%31},%32,%33,p,1,1;}"
+                 : D16(0), D16(16) : "l"(a), "l"(b), "r"((int)add));
+}
+#undef D16
+#undef D4
+
 #endif
+
+// Rows of 128 bytes, 16 bytes at a time, in groups of eight rows (1024 bytes, the tile's alignment):
+// chunk c of row r lies where the matrix unit's 128-byte swizzle looks for it.
+DEVICE int swizzled(int row, int chunk) { return row * 128 + ((chunk ^ (row & 7)) << 4); }
+// What the matrix unit wants to know of such a tile; `at` may be up to 96 bytes inside its first row.
+DEVICE u64 swizzled_rows(const void* at) {
+  return (u64)((shared_address(at) & 0x3FFFF) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
+}
+
+// Waits until at most `left` of a thread's groups of copies are on their way (a constant once unrolled).
+DEVICE void copies_wait_for(int left) {
+  if (left <= 0) copies_wait<0>();
+  else if (left == 1) copies_wait<1>();
+  else if (left == 2) copies_wait<2>();
+  else if (left == 3) copies_wait<3>();
+  else if (left == 4) copies_wait<4>();
+  else if (left == 5) copies_wait<5>();
+  else if (left == 6) copies_wait<6>();
+  else copies_wait<7>();
+}
 
 DEVICE float bf16_low(u32 pair) { return as_float(pair << 16); }
 DEVICE float bf16_high(u32 pair) { return as_float(pair & 0xFFFF0000u); }
@@ -240,6 +309,9 @@ template <> struct Element<0> {
     f[0] = as_float(v.x), f[1] = as_float(v.y), f[2] = as_float(v.z), f[3] = as_float(v.w);
   }
   DEVICE static void store(void* base, i64 i, float f) { ((float*)base)[i] = f; }
+  DEVICE static void store4(void* base, i64 i, const float* f) {
+    store16((float*)base + i, {as_bits(f[0]), as_bits(f[1]), as_bits(f[2]), as_bits(f[3])});
+  }
   DEVICE static float load(const void* base, i64 i) { return ((const float*)base)[i]; }
 };
 template <> struct Element<1> {
@@ -249,6 +321,9 @@ template <> struct Element<1> {
     f[4] = bf16_low(v.z), f[5] = bf16_high(v.z), f[6] = bf16_low(v.w), f[7] = bf16_high(v.w);
   }
   DEVICE static void store(void* base, i64 i, float f) { ((u16*)base)[i] = (u16)pack_bf16x2(f, f); }
+  DEVICE static void store4(void* base, i64 i, const float* f) {
+    *(Vec2*)((u16*)base + i) = {pack_bf16x2(f[0], f[1]), pack_bf16x2(f[2], f[3])};
+  }
   DEVICE static float load(const void* base, i64 i) { return as_float((u32)((const u16*)base)[i] << 16); }
 };
 template <> struct Element<2> {
@@ -260,5 +335,8 @@ template <> struct Element<2> {
     f[6] = f16_to_float((u16)v.w), f[7] = f16_to_float((u16)(v.w >> 16));
   }
   DEVICE static void store(void* base, i64 i, float f) { ((u16*)base)[i] = (u16)pack_f16x2(f, f); }
+  DEVICE static void store4(void* base, i64 i, const float* f) {
+    *(Vec2*)((u16*)base + i) = {pack_f16x2(f[0], f[1]), pack_f16x2(f[2], f[3])};
+  }
   DEVICE static float load(const void* base, i64 i) { return f16_to_float(((const u16*)base)[i]); }
 };

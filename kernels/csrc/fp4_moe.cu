@@ -139,8 +139,8 @@ gate_up_kernel(const u8* x, const u8* codes, const u8* scales, const float* rows
                const int* pairs, const int* tile_expert, const int* tile_start,
                const int* tile_count, const int* num_tiles, float limit) {
   SHARED_BYTES(shared);
-  let_next_start();
   await_previous();
+  let_next_start();  // not sooner: the next launch looks at the work list before it waits for this one
   const int tile = block_y(), thread = thread_id();
   if (tile >= num_tiles[0]) return;
   const i64 expert = tile_expert[tile];
@@ -185,6 +185,7 @@ down_kernel(const u8* hidden, const u8* codes, const u8* scales, const float* ro
             const int* tile_start, const int* tile_count, const int* num_tiles, int* counters,
             const void* shared_out, void* out) {
   SHARED_BYTES(shared);
+  let_next_start();
   const int tile = block_y(), thread = thread_id();
   if (tile >= num_tiles[0]) return;
   const i64 expert = tile_expert[tile];

@@ -15,15 +15,10 @@ constexpr int TOKEN_GROUPS = TOKENS >= 32 ? 2 : 1, K_GROUPS = 2 / TOKEN_GROUPS;
 constexpr int TILES = TOKENS / 8 / TOKEN_GROUPS;  // of 8 tokens a warp
 constexpr int W_STRIDE = SHARE + 64, X_STRIDE = SHARE * 2 + 16, RED_STRIDE = ROWS + 4;  // B, B, floats
 constexpr int X_AT = ROWS * W_STRIDE, FACTORS_AT = X_AT + TOKENS * X_STRIDE;
-constexpr int VALUES = 16 / Element<IN>::BYTES;
-static_assert(KB % K_GROUPS == 0, "shares of K");
+constexpr int HALVES = MODE != 1 && IN == 0 ? 2 : 1;  // loads of 16 bytes for eight values of x
+constexpr int ITEMS = TOKENS * KB * 16 / THREADS, BATCH = ITEMS < 4 ? ITEMS : 4;
+static_assert(KB % K_GROUPS == 0 && ITEMS % BATCH == 0, "shares of K");
 static_assert(K_GROUPS * TOKENS * RED_STRIDE * 4 <= FACTORS_AT, "sums take the place of the operands");
-
-// Eight values of x as floats, from token row `at`.
-DEVICE void load8(const u8* at, float* v) {
-  Element<IN>::unpack(load16(at), v);
-  if (VALUES == 4) Element<IN>::unpack(load16(at + 16), v + 4);
-}
 
 KERNEL(THREADS, 2)
 linear_kernel(const u8* x, const float* given_factors, const u8* weight, const u8* scale,
@@ -39,53 +34,80 @@ linear_kernel(const u8* x, const float* given_factors, const u8* weight, const u
     }
     copies_commit();
   }
-  const u8* scales = scale + (i64)(first_row / BLOCK) * (k / BLOCK) + split * KB;
+  float w_factor[KB];
+  UNROLL for (int b = 0; b < KB; b++)
+    w_factor[b] = as_float((u32)scale[(i64)(first_row / BLOCK) * (k / BLOCK) + split * KB + b] << 23);
   await_previous();  // weights do not depend on it, tokens do
 
-  // Tokens as fp16: half a warp takes 128 channels of one token.
+  // Tokens as fp16: half a warp takes 128 channels of one token; all loads of a batch come first.
   float* factors = (float*)(shared + FACTORS_AT);
   const i64 column = (i64)split * SHARE + (MODE == 2 ? (i64)(first_row / group_rows) * k : 0);
-  for (int i = thread / 16; i < TOKENS * KB; i += THREADS / 16) {
-    const int token = i / KB, block = i % KB, at = thread % 16 * 8;
-    const bool live = first_token + token < tokens;
-    const i64 from = (i64)(first_token + token) * x_stride + column + block * BLOCK + at;
-    u32 halves[4] = {0, 0, 0, 0};
-    float factor = 0.0f;
-    if (MODE == 1) {
-      if (live) {
-        const Vec2 codes = *(const Vec2*)(x + from);
-        halves[0] = e4m3x2_to_f16x2((u16)codes.x), halves[1] = e4m3x2_to_f16x2((u16)(codes.x >> 16));
-        halves[2] = e4m3x2_to_f16x2((u16)codes.y), halves[3] = e4m3x2_to_f16x2((u16)(codes.y >> 16));
-        factor = given_factors[(i64)(split * KB + block) * tokens + first_token + token];
+  const int at = thread % 16 * 8;
+  UNROLL for (int start = 0; start < ITEMS; start += BATCH) {
+    Vec4 raw[BATCH][HALVES], angles[BATCH][2];
+    UNROLL for (int j = 0; j < BATCH; j++) {
+      const int i = (start + j) * (THREADS / 16) + thread / 16, token = i / KB, block = i % KB;
+      const bool live = first_token + token < tokens;
+      const i64 from = (i64)(first_token + token) * x_stride + column + block * BLOCK + at;
+      UNROLL for (int h = 0; h < HALVES; h++) raw[j][h] = {0, 0, 0, 0};
+      if (MODE == 1) {
+        if (live) {
+          const Vec2 codes = *(const Vec2*)(x + from);
+          raw[j][0] = {codes.x, codes.y, as_bits(given_factors[(i64)(split * KB + block) * tokens +
+                                                              first_token + token]), 0};
+        }
+        continue;
       }
-    } else {
-      float v[8] = {0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
-      if (live) load8(x + from * Element<IN>::BYTES, v);
-      if (MODE == 0) {
-        float most = 0.0f;
-        UNROLL for (int j = 0; j < 8; j++) most = maximum(most, v[j] < 0.0f ? -v[j] : v[j]);
-        UNROLL for (int mask = 8; mask; mask /= 2) most = maximum(most, lane_xor(most, mask));
-        const u32 exponent = (as_bits(maximum(most, 1e-4f) * (1.0f / 448.0f)) + 0x7FFFFFu) >> 23;
-        const float inverse = as_float((254u - exponent) << 23);
-        factor = as_float(exponent << 23);
-        UNROLL for (int j = 0; j < 4; j++)
-          halves[j] = e4m3x2_to_f16x2(pack_e4m3x2(v[2 * j] * inverse, v[2 * j + 1] * inverse));
-      } else {
+      if (live) {
+        UNROLL for (int h = 0; h < HALVES; h++) raw[j][h] = load16(x + from * Element<IN>::BYTES + h * 16);
+      }
+      if (MODE == 2) {
         const int channel = ((int)column + block * BLOCK + at) % 512;
+        angles[j][0] = {as_bits(1.0f), as_bits(1.0f), as_bits(1.0f), as_bits(1.0f)};
+        angles[j][1] = {0, 0, 0, 0};
         if (channel >= 448 && live) {
           const float* angle = rope + (i64)(first_token + token) * 64 + (channel - 448) / 2;
-          UNROLL for (int j = 0; j < 4; j++) {
-            const float cos = angle[j], sin = angle[32 + j], even = v[2 * j], odd = v[2 * j + 1];
-            v[2 * j] = even * cos + odd * sin;
-            v[2 * j + 1] = odd * cos - even * sin;
-          }
+          angles[j][0] = load16(angle), angles[j][1] = load16(angle + 32);
         }
-        factor = 1.0f;
-        UNROLL for (int j = 0; j < 4; j++) halves[j] = pack_f16x2(v[2 * j], v[2 * j + 1]);
       }
     }
-    *(Vec4*)(shared + X_AT + token * X_STRIDE + (block * BLOCK + at) * 2) = {halves[0], halves[1], halves[2], halves[3]};
-    if (thread % 16 == 0) factors[block * TOKENS + token] = factor;
+    float v[BATCH][8], most[BATCH];
+    UNROLL for (int j = 0; j < BATCH; j++) {
+      most[j] = 0.0f;
+      if (MODE == 1) continue;
+      UNROLL for (int h = 0; h < HALVES; h++) Element<IN>::unpack(raw[j][h], v[j] + h * 4);
+      UNROLL for (int c = 0; c < 8; c++) most[j] = maximum(most[j], v[j][c] < 0.0f ? -v[j][c] : v[j][c]);
+    }
+    if (MODE == 0) {
+      UNROLL for (int mask = 8; mask; mask /= 2) {
+        UNROLL for (int j = 0; j < BATCH; j++) most[j] = maximum(most[j], lane_xor(most[j], mask));
+      }
+    }
+    UNROLL for (int j = 0; j < BATCH; j++) {
+      const int i = (start + j) * (THREADS / 16) + thread / 16, token = i / KB, block = i % KB;
+      u32 halves[4];
+      float factor = 1.0f;
+      if (MODE == 1) {
+        halves[0] = e4m3x2_to_f16x2((u16)raw[j][0].x), halves[1] = e4m3x2_to_f16x2((u16)(raw[j][0].x >> 16));
+        halves[2] = e4m3x2_to_f16x2((u16)raw[j][0].y), halves[3] = e4m3x2_to_f16x2((u16)(raw[j][0].y >> 16));
+        factor = as_float(raw[j][0].z);
+      } else if (MODE == 0) {
+        const u32 exponent = (as_bits(maximum(most[j], 1e-4f) * (1.0f / 448.0f)) + 0x7FFFFFu) >> 23;
+        const float inverse = as_float((254u - exponent) << 23);
+        factor = as_float(exponent << 23);
+        UNROLL for (int c = 0; c < 4; c++)
+          halves[c] = e4m3x2_to_f16x2(pack_e4m3x2(v[j][2 * c] * inverse, v[j][2 * c + 1] * inverse));
+      } else {
+        float cos[4], sin[4];
+        Element<0>::unpack(angles[j][0], cos), Element<0>::unpack(angles[j][1], sin);
+        UNROLL for (int c = 0; c < 4; c++) {
+          const float even = v[j][2 * c], odd = v[j][2 * c + 1];
+          halves[c] = pack_f16x2(even * cos[c] + odd * sin[c], odd * cos[c] - even * sin[c]);
+        }
+      }
+      *(Vec4*)(shared + X_AT + token * X_STRIDE + (block * BLOCK + at) * 2) = {halves[0], halves[1], halves[2], halves[3]};
+      if (thread % 16 == 0) factors[block * TOKENS + token] = factor;
+    }
   }
 
   const int row = warp % 4 * 16 + g, half = warp / 4;
@@ -124,10 +146,9 @@ linear_kernel(const u8* x, const float* given_factors, const u8* weight, const u
         }
       }
     }
-    const float w_factor = as_float((u32)scales[b] << 23);
     UNROLL for (int i = 0; i < TILES; i++) {
       const float* f = factors + b * TOKENS + token_base + i * 8 + t * 2;
-      const float f0 = f[0] * w_factor, f1 = f[1] * w_factor;
+      const float f0 = f[0] * w_factor[b], f1 = f[1] * w_factor[b];
       acc[i][0] += product[i][0] * f0, acc[i][1] += product[i][1] * f1;
       acc[i][2] += product[i][2] * f0, acc[i][3] += product[i][3] * f1;
     }
@@ -159,8 +180,7 @@ linear_kernel(const u8* x, const float* given_factors, const u8* weight, const u
         UNROLL for (int j = 0; j < 4; j++) total[j] += v[j];
       }
     }
-    UNROLL for (int j = 0; j < 4; j++)
-      Element<OUT>::store(out, (i64)(first_token + token) * n + first_row + at + j, total[j]);
+    Element<OUT>::store4(out, (i64)(first_token + token) * n + first_row + at, total);
   }
   if (SPLITS > 1) sync_cluster();  // no block ends while another reads its memory
 }

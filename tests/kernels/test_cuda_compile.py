@@ -16,9 +16,10 @@ from decant.protocol.errors import KernelError
 KERNELS = {
     "attention": "attend_kernel", "linear": "linear_kernel", "mhc": "boundary_kernel",
     "gate": "route_kernel", "select": "select_kernel", "all_reduce": "all_reduce_kernel",
-    "sampling": "sample_kernel",
+    "sampling": "sample_kernel", "linear_wide": "linear_wide_kernel",
+    "gate_few": "route_few_kernel",
 }  # fmt: skip
-WITH_MATRIX = ("fp4_moe", "attention", "linear", "gate")
+WITH_MATRIX = ("fp4_moe", "attention", "linear", "linear_wide", "gate", "gate_few")
 
 
 def variants(arch: str) -> dict[str, list[dict[str, int]]]:
@@ -46,7 +47,7 @@ def check(name: str, arch: str, constants: dict[str, int]) -> bytes:
 def threads(name: str, c: dict[str, int]) -> int:
     if name == "fp4_moe":
         return c["RG"] * c["KG"] * 32
-    return {"gate": 128, "all_reduce": 512}.get(name) or c.get("THREADS", 256)
+    return {"gate": 128, "gate_few": 512, "all_reduce": 512}.get(name) or c.get("THREADS", 256)
 
 
 @pytest.mark.timeout(900)
@@ -64,8 +65,9 @@ def test_one_configuration_of_every_kernel(arch: str, tmp_path: Path) -> None:
                 text = subprocess.run(
                     [str(tool), "-sass", str(cubin)], capture_output=True, text=True, timeout=120
                 ).stdout
-                assert "HMMA.16816" in text, f"{name}: no matrix instruction"
-                assert "LDGSTS" in text, f"{name}: no asynchronous copy"
+                wanted = "QGMMA.64x" if name == "linear_wide" else "HMMA.16816"
+                assert wanted in text, f"{name}: no matrix instruction"
+                assert name == "gate_few" or "LDGSTS" in text, f"{name}: no asynchronous copy"
 
 
 @pytest.mark.slow

@@ -44,14 +44,19 @@ def test_choice_and_weights(tokens: int, hashed: bool, device: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "room", "hashed", "listed"),
-    [(1, 8, False, True), (13, 16, True, True), (40, 64, False, True), (5, 8, False, False)],
-)
+    ("tokens", "room", "hashed", "listed", "few"),
+    [
+        (1, 8, False, True, 0), (13, 16, True, True, 0), (40, 64, False, True, 0),
+        (5, 8, False, False, 0), (1, 8, False, True, 1), (8, 8, True, True, 1),
+        (5, 8, False, False, 1), (29, 32, False, True, 1), (13, 16, True, True, 1),
+    ],
+)  # fmt: skip
 def test_cuda_route(
     tokens: int,
     room: int,
     hashed: bool,
     listed: bool,
+    few: int,
     device: str,
     arch: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -74,7 +79,7 @@ def test_cuda_route(
     partial = torch.full((gate.SPLIT_K, tokens, total), float("nan"), device=device)
     tiles = gate.new_tile_list(tokens * top_k, total, block_t, device) if listed else None
     moved = [None if v is None else v.to(device) for v in given]
-    with tuned.overridden(arch, "gate", "cuda", {"tokens": room}):
+    with tuned.overridden(arch, "gate", "cuda", {"tokens": room, "few": few}):
         for _ in range(2):  # the counter is zero again
             gate.route(x.to(device), weight.to(device), partial, experts, weights, tiles, *moved)
     assert experts.cpu().tolist() == wanted.tolist()
@@ -94,6 +99,11 @@ def test_cuda_options_that_do_not_fit_are_named() -> None:
     assert "room" in gate.cuda_problem({"tokens": 8}, "sm_90", 9, 4096, 256)
     assert "experts" in gate.cuda_problem({"tokens": 8}, "sm_90", 8, 4096, 32)
     assert "shared" in gate.cuda_problem({"tokens": 64}, "sm_120", 8, 4096, 256)
+    few = {"tokens": 8, "few": 1}
+    assert gate.cuda_problem(few, "sm_90", 8, 4096, 256) == ""
+    assert "cluster" in gate.cuda_problem(few, "sm_120", 8, 4096, 256)
+    assert "experts" in gate.cuda_problem(few, "sm_90", 8, 256, 256)
+    assert "room" in gate.cuda_problem(few | {"tokens": 64}, "sm_90", 8, 4096, 256)
 
 
 def test_ties_take_the_lower_expert(device: str) -> None:

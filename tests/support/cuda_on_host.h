@@ -23,6 +23,7 @@
 #define DEVICE inline
 #define KERNEL(threads, blocks) static void
 #define SHARED_BYTES(name) unsigned char* name = emulation::current->block->shared.data()
+#define SHARED_TILES(name) SHARED_BYTES(name)
 #define UNROLL
 
 struct alignas(16) Vec4 {
@@ -340,6 +341,11 @@ inline void peer_load4(const float* p, int rank, float* v) {
   for (int i = 0; i < 4; i++) v[i] = peer_load(p + i, rank);
 }
 
+inline void peer_store(float* p, int rank, float v) {
+  const size_t offset = (unsigned char*)p - emulation::current->block->shared.data();
+  memcpy((*emulation::cluster)[rank].shared.data() + offset, &v, 4);
+}
+
 inline u32 lane_xor(u32 v, int mask) {
   return emulation::collective(v, [=](auto get) { return get(emulation::current->lane ^ mask); });
 }
@@ -404,6 +410,7 @@ inline float exp_(float x) { return expf(x); }
 inline float log_(float x) { return logf(x); }
 inline float sqrt_(float x) { return sqrtf(x); }
 inline float rsqrt_(float x) { return 1.0f / sqrtf(x); }
+inline float reciprocal(float x) { return 1.0f / x; }
 inline float infinity() { return INFINITY; }
 inline float nan_() { return as_float(0x7FFFFFFF); }
 inline float maximum(float a, float b) { return fmaxf(a, b); }
@@ -479,3 +486,29 @@ inline void read_matrices(u32* r, const void* row, bool transposed) {
 }
 inline void load_matrices(u32* r, const void* row) { read_matrices(r, row, false); }
 inline void load_matrices_transposed(u32* r, const void* row) { read_matrices(r, row, true); }
+
+// Four warps: shared memory as the descriptors name it, read through the 128-byte swizzle.
+inline u32 shared_address(const void* p) {
+  return (u32)((unsigned char*)p - emulation::current->block->shared.data());
+}
+inline void fence_matrix_memory() {}
+inline void warps_begin() {}
+inline void warps_commit() {}
+inline void warps_wait() {}
+template <int N> inline void warps_mma_e4m3(float* d, u64 a, u64 b, bool add) {
+  const unsigned char* base = emulation::current->block->shared.data();
+  auto element = [=](u64 what, int row, int k) {
+    if (what >> 62 != 1 || (what >> 49 & 7)) abort();  // 128-byte swizzle, tiles at multiples of 1024
+    const u32 group = (u32)(what >> 32 & 0x3FFF) << 4;
+    const u32 at = ((u32)(what & 0x3FFF) << 4) + row / 8 * group + row % 8 * 128 + k;
+    return emulation::e4m3_to_float(base[at ^ ((at >> 7 & 7) << 4)]);
+  };
+  const int thread = emulation::current->thread % 128, lane = thread % 32;
+  for (int j = 0; j < N / 8; j++)
+    for (int i = 0; i < 4; i++) {
+      const int row = thread / 32 * 16 + lane / 4 + i / 2 * 8, column = j * 8 + lane % 4 * 2 + i % 2;
+      double sum = add ? d[j * 4 + i] : 0.0;
+      for (int k = 0; k < 32; k++) sum += (double)element(a, row, k) * element(b, column, k);
+      d[j * 4 + i] = (float)sum;
+    }
+}
