@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from decant.engine.demo.prompts import Case, cases
+from decant.services.client import Api
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from real_set import RealSet  # noqa: E402
@@ -35,6 +36,7 @@ SETTINGS: dict[str, tuple[str, list[str]]] = {
     "two ranks": ("demo-tp2", []),
 }
 CONCURRENCY = 12
+TIMEOUT_S = 600.0  # two ranks beside other work are slow
 
 
 def prompts(num: int) -> list[Case]:
@@ -58,6 +60,7 @@ def run(name: str, todo: list[Case]) -> tuple[list[list[Any]], list[list[Any]], 
     profile, pairs = SETTINGS[name]
     with tempfile.TemporaryDirectory(prefix="dcnt-") as folder:
         real = RealSet(Path(folder) / "run", ["gateway.port=0", *pairs], profile)
+        real.api = Api(real.url, timeout_s=TIMEOUT_S)
         try:
             with ThreadPoolExecutor(CONCURRENCY) as pool:
                 first = list(pool.map(lambda c: ask(real, c), todo))
