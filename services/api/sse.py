@@ -8,12 +8,13 @@ the connection without a final marker. A reader that does not read is cut.
 from __future__ import annotations
 
 import asyncio
-import json
+import math
 import socket
-from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
+import msgspec
 import structlog
 from aiohttp import web
 
@@ -38,8 +39,7 @@ class SlowReader(DecantError):
 def data(value: dict[str, Any], event: str = "") -> bytes:
     """One event. JSON never holds a raw newline."""
     name = f"event: {event}\n" if event else ""
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-    return f"{name}data: {text}\n\n".encode()
+    return b"%sdata: %s\n\n" % (name.encode(), msgspec.json.encode(value))
 
 
 async def respond(
@@ -62,24 +62,9 @@ async def respond(
         }
     )
     writer = Writer(request, response, config.slow_reader_s)
-    wait_s = config.first_byte_s
-    step: asyncio.Task[bytes] = asyncio.ensure_future(_next(events))
     try:
-        while True:
-            done, _ = await asyncio.wait({step}, timeout=wait_s)
-            wait_s = KEEP_ALIVE_S
-            if not done:
-                await writer.write(keep_alive)
-                continue
-            try:
-                piece = step.result()
-            except StopAsyncIteration:
-                break
-            await writer.write(piece)
-            for generation in request.get(GENERATIONS, ()):
-                generation.written(bool(piece))
-            step = asyncio.ensure_future(_next(events))
-        await writer.end()
+        with writer.filling_silence(config.first_byte_s, keep_alive):
+            await _write_all(request, writer, events)
     except SlowReader:
         log.warning("slow reader cut", rid=request[REQUEST_ID])
         writer.cut()
@@ -93,38 +78,84 @@ async def respond(
             await writer.write(on_error(error))
             await writer.end()
         response.force_close()
-    finally:
-        step.cancel()
-        with suppress(BaseException):
-            await step
-        await events.aclose()  # type: ignore[attr-defined]
     return response
 
 
-async def _next(events: AsyncIterator[bytes]) -> bytes:
-    return await anext(events)
+async def _write_all(request: web.Request, writer: Writer, events: AsyncIterator[bytes]) -> None:
+    """Raises: what ``events`` raises, SlowReader, ConnectionError."""
+    try:
+        async for piece in events:
+            await writer.write(piece)
+            for generation in request.get(GENERATIONS, ()):
+                generation.written(bool(piece))
+        await writer.end()
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if writer.failure is None or task is None or task.uncancel():
+            raise  # somebody else's
+        raise writer.failure from None
+    finally:
+        await events.aclose()  # type: ignore[attr-defined]
 
 
 class Writer:
-    """Writes with a deadline; the first write sends the status line."""
+    """Writes with a deadline; the first write sends the status line.
+
+    Attributes: failure: what a comment met while the writing task waited for an event; the task was
+    cancelled for it."""
 
     def __init__(
         self, request: web.Request, response: web.StreamResponse, timeout_s: float
     ) -> None:
         self._request, self._response, self._timeout_s = request, response, timeout_s
+        self._beginning = asyncio.Lock()
+        self._written_s = asyncio.get_running_loop().time()
+        self.failure: SlowReader | ConnectionError | None = None
+
+    @contextmanager
+    def filling_silence(self, first_s: float, comment: bytes) -> Iterator[None]:
+        """Meanwhile ``comment`` is written whenever nothing else was for KEEP_ALIVE_S, for the
+        first time after ``first_s``. One task a response, so that an event costs none."""
+        filler = asyncio.create_task(self._fill_silence(first_s, comment, asyncio.current_task()))
+        try:
+            yield
+        finally:
+            filler.cancel()
+
+    async def _fill_silence(
+        self, first_s: float, comment: bytes, owner: asyncio.Task[object] | None
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            wait_s = KEEP_ALIVE_S if self._response.prepared else first_s
+            silent_s = loop.time() - self._written_s
+            if silent_s < wait_s:
+                await asyncio.sleep(wait_s - max(0.0, silent_s))
+                continue
+            try:
+                await self.write(comment)
+            except (SlowReader, ConnectionError) as error:
+                self.failure = error
+                if owner is not None:
+                    owner.cancel()
+                return
 
     async def write(self, piece: bytes) -> None:
         """Raises: SlowReader, ConnectionError."""
+        loop = asyncio.get_running_loop()
+        self._written_s = math.inf  # no comment meanwhile
         if not self._response.prepared:
-            self._limit_buffers()
-            await self._response.prepare(self._request)
-        if not piece:
-            return
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                await self._response.write(piece)
-        except TimeoutError as error:
-            raise SlowReader("the client does not read") from error
+            async with self._beginning:
+                if not self._response.prepared:
+                    self._limit_buffers()
+                    await self._response.prepare(self._request)
+        if piece:
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    await self._response.write(piece)
+            except TimeoutError as error:
+                raise SlowReader("the client does not read") from error
+        self._written_s = loop.time()
 
     async def end(self) -> None:
         await self.write(b"")
