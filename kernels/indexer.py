@@ -25,8 +25,9 @@ import triton.language as tl
 
 from decant.kernels import cuda, tuned
 from decant.kernels.config import Config, lookup
+from decant.kernels.kv_store import rotate_last_64
 from decant.kernels.layout import CSA_RATIO, INDEX_CHANNELS, INDEX_SCALE_BYTES, Part
-from decant.kernels.tiles import mma, power_of_two_scale, to_e4m3
+from decant.kernels.tiles import mma, power_of_two_scale, to_bf16, to_e4m3
 
 TOP_K = 512
 HEADS = 64
@@ -87,8 +88,11 @@ def top_k_ref(logits: torch.Tensor, k: int) -> torch.Tensor:
 def _hadamard_kernel(
     q,
     head_weights,
+    rope,
     codes,
     weights,
+    weights_stride,
+    ROTATE: tl.constexpr,
     FACTOR: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -98,6 +102,8 @@ def _hadamard_kernel(
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     i = tl.arange(0, 128)
     x = tl.load(q + row * HEADS * 128 + head[:, None] * 128 + i[None, :]).to(tl.float32)
+    if ROTATE:
+        x = to_bf16(rotate_last_64(x, rope + row * 64, 1.0)).to(tl.float32)
     bits = i[:, None] & i[None, :]
     bits ^= bits >> 4
     bits ^= bits >> 2
@@ -108,7 +114,7 @@ def _hadamard_kernel(
     tl.store(
         codes + row * HEADS * 128 + head[:, None] * 128 + i[None, :], to_e4m3(y * inverse[:, None])
     )
-    w = tl.load(head_weights + row * HEADS + head).to(tl.float32)
+    w = tl.load(head_weights + row * weights_stride + head).to(tl.float32)
     tl.store(weights + row * HEADS + head, w * FACTOR * scale)
 
 
@@ -398,18 +404,25 @@ def chunk_slots(entries: list[int], chunk: int) -> int:
 
 
 def index_queries(
-    q: torch.Tensor, head_weights: torch.Tensor, codes: torch.Tensor, weights: torch.Tensor
+    q: torch.Tensor,
+    head_weights: torch.Tensor,
+    codes: torch.Tensor,
+    weights: torch.Tensor,
+    rope: torch.Tensor | None = None,
 ) -> None:
-    """Hadamard and FP8 of q [R, 64, 128] (rope applied) into codes e4m3; weights fp32 [R, 64] = w
-    / sqrt(128 * 64) * scale.
+    """Hadamard and FP8 of q [R, 64, 128] into codes e4m3; weights fp32 [R, 64] = w / sqrt(128 * 64)
+    * scale. rope fp32 [R, 64]: q is rotated first (and rounded to bf16); None: it is already.
     """
     rows, heads, width = q.shape
+    if head_weights.stride(1) != 1:
+        raise ValueError("a row's head weights must be contiguous")
     if width != INDEX_CHANNELS or not q.is_contiguous():
         raise ValueError(f"q must be contiguous [rows, heads, 128], not {tuple(q.shape)}")
     block = min(16, heads)
     _hadamard_kernel[(rows, heads // block)](
-        q, head_weights, codes, weights, FACTOR=HEAD_WEIGHT, HEADS=heads, BLOCK_H=block, num_warps=8
-    )
+        q, head_weights, rope, codes, weights, head_weights.stride(0), ROTATE=rope is not None,
+        FACTOR=HEAD_WEIGHT, HEADS=heads, BLOCK_H=block, num_warps=8,
+    )  # fmt: skip
 
 
 def index_logits(

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from decant.kernels import (
+    activations,
     compressor,
     fp4_moe,
     fp8_linear,
@@ -176,7 +177,8 @@ def _index(arch: str) -> Iterator[Shipped]:
         )
         merge = Config(num_warps=16, num_stages=1)
         yield Shipped("index merge", arch, indexer._merge_kernel, arguments, merge)
-    arguments = {"q": BF16, "head_weights": BF16, "codes": FP8, "weights": F32, "FACTOR": 0.011}
+    arguments = {"q": BF16, "head_weights": F32, "codes": FP8, "weights": F32, "FACTOR": 0.011}
+    arguments |= {"rope": F32, "weights_stride": "i32", "ROTATE": True}
     arguments |= {"HEADS": 64, "BLOCK_H": 16}
     yield Shipped(
         "index hadamard", arch, indexer._hadamard_kernel, arguments, Config(num_warps=8), MMA
@@ -233,6 +235,13 @@ def _small(arch: str) -> Iterator[Shipped]:
     )
     arguments |= {"num_pairs": "i32", "E": 256, "BLOCK_P": 16, "CHUNK": 512, "TILE": 16}
     yield Shipped("gate list", arch, gate._list_kernel, arguments, Config())
+    arguments = {"x": BF16, "weight": BF16, "codes": FP8, "factors": F32, "tokens": "i32"}
+    arguments |= {"x_stride": "i32", "K": 1024, "GROUPS": 8, "EPS": 1e-6}
+    yield Shipped("norm codes", arch, activations._norm_codes_kernel, arguments, Config())
+    arguments = {"x": BF16, "codes": FP8, "factors": F32, "tokens": "i32", "x_stride": "i32"}
+    arguments |= {"K": 512, "LIMIT": 10.0}
+    one = Config(num_warps=1)
+    yield Shipped("swiglu codes", arch, activations._swiglu_codes_kernel, arguments, one)
     arguments = {"source": U8, "target": U8, "source_pages": I32, "target_pages": I32}
     arguments |= dict.fromkeys(("pieces", "source_stride", "target_stride"), "i32")
     arguments |= {"WORDS": page_copy.WORDS}

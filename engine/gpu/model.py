@@ -15,10 +15,9 @@ from torch import Tensor
 from decant.engine.gpu import plain
 from decant.engine.gpu import weights as w
 from decant.engine.gpu.communicator import Communicator
-from decant.engine.gpu.ops import Ops, Rows
+from decant.engine.gpu.ops import Boundary, Codes, Ops, Rows
 from decant.engine.gpu.pool import GpuPool
 from decant.engine.model_shape import ModelShape
-from decant.engine.reference.ops import swiglu
 from decant.kernels.layout import Part
 
 
@@ -57,23 +56,24 @@ class GpuModel:
         self,
         attn: w.Attention,
         number: int,
-        u: Tensor,
+        site: Boundary,
         rows: Rows,
         ropes: Ropes,
         pool: GpuPool,
         window: Part,
     ) -> Tensor:
-        """u bf16 [R, hidden], normalised. Returns float32 [R, hidden], of this rank's heads."""
+        """site: the boundary before. Returns float32 [R, hidden], of this rank's heads."""
         shape, layout, ops = self.shape, pool.layout, self.ops
         rope = ropes.compressed if attn.ratio else ropes.plain
-        first = ops.linear(u, attn.wq_kv)
-        r = plain.rms_norm(first[:, : shape.q_lora_rank], attn.q_norm, shape.rms_norm_eps)
-        q = ops.linear(r, attn.wq_b).view(len(u), attn.heads, shape.head_dim)
+        first = ops.linear(site.given, attn.wq_kv, coded=True)
+        readers = (attn.wq_b,) if attn.index_wq_b is None else (attn.wq_b, attn.index_wq_b)
+        r = ops.norm(first[:, : shape.q_lora_rank], attn.q_norm, readers)
+        q = ops.linear(r, attn.wq_b, coded=True).view(len(first), attn.heads, shape.head_dim)
         q = ops.store(q, first[:, shape.q_lora_rank :], attn.kv_norm, rope, rows, window)
         part, chosen = None, None
         if attn.ratio:
             part = layout.pages.keys[number]
-            chosen = self._compress(attn, number, u, r, rope, rows, ropes, pool)
+            chosen = self._compress(attn, number, site.value, r, rope, rows, ropes, pool)
         o = ops.attend(q, rows, window, pool.pages, part, attn.sink, attn.ratio, chosen)
         z = ops.wo_a(o, rope, attn)
         return self._joined(ops.linear(z, attn.wo_b, torch.float32))
@@ -83,7 +83,7 @@ class GpuModel:
         attn: w.Attention,
         number: int,
         u: Tensor,
-        r: Tensor,
+        r: Tensor | Codes,
         rope: Tensor,
         rows: Rows,
         ropes: Ropes,
@@ -108,30 +108,29 @@ class GpuModel:
             aux[:, n:m], attn.index, ropes.entries[4], rows, pool.slots,
             layout.slots.index_state[number], pool.pages, part, hadamard,
         )  # fmt: skip
-        psi = ops.linear(r, attn.index_wq_b)
+        psi = ops.linear(r, attn.index_wq_b, coded=True)
         psi = psi.view(len(u), shape.index_n_heads, shape.index_head_dim)
-        psi = plain.rotate(psi.float(), rope).bfloat16()
-        omega = aux[:, m : m + shape.index_n_heads].contiguous()
-        return ops.select(psi, omega, rows, pool.pages, part, hadamard)
+        omega = aux[:, m : m + shape.index_n_heads]
+        return ops.select(psi, omega, rope, rows, pool.pages, part, hadamard)
 
     # -- experts -----------------------------------------------------------------------------------
 
-    def experts(self, ffn: w.Experts, v: Tensor, rows: Rows) -> Tensor:
-        """v bf16 [R, hidden], normalised -> float32 [R, hidden]."""
+    def experts(self, ffn: w.Experts, site: Boundary, rows: Rows) -> Tensor:
+        """site: the boundary before -> float32 [R, hidden]."""
         ops = self.ops
-        both = ops.linear(v, ffn.shared13).float()
-        inner = both.shape[1] // 2
-        g = swiglu(both[:, :inner], both[:, inner:], self.shape.swiglu_limit).bfloat16()
-        shared = ops.linear(g, ffn.shared2, torch.float32)
-        chosen, weights = ops.route(v, ffn, rows.tokens)
-        return self._joined(ops.experts(v, ffn, chosen, weights, shared))
+        assert site.half is not None
+        both = ops.linear(site.given, ffn.shared13, coded=True)
+        g = ops.swiglu(both, (ffn.shared2,))
+        shared = ops.linear(g, ffn.shared2, torch.float32, coded=True)
+        routed = ops.route(site.value, ffn, rows.tokens)
+        return self._joined(ops.experts(site.value, site.half, ffn, routed, shared))
 
     # -- the whole ---------------------------------------------------------------------------------
 
     def start(self, streams: Tensor) -> tuple[Tensor, None, Tensor, Tensor]:
         """The state between sites before the first: streams, no output, post and comb."""
         rows, s = len(streams), self.shape.hc_mult
-        new = streams.new_zeros
+        new = streams.new_empty  # the first boundary has nothing to add and reads neither
         f32 = torch.float32
         return streams, None, new(rows, s, dtype=f32), new(rows, s, s, dtype=f32)
 
@@ -149,15 +148,19 @@ class GpuModel:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """state: streams, the last sub-layer's output (added by the next boundary), post, comb."""
         ops = self.ops
-        streams, u, post, comb = ops.boundary(*state, layer.hc_attn, layer.attn_norm)
+        readers = (layer.attn.wq_kv,)
+        site = ops.boundary(*state, layer.hc_attn, layer.attn_norm, readers=readers)
         if before_attention is not None:
             before_attention()
-        y = self.attention(layer.attn, number, u, rows, ropes, pool, window)
+        y = self.attention(layer.attn, number, site, rows, ropes, pool, window)
         if after_attention is not None:
             after_attention()
-        streams, v, post, comb = ops.boundary(streams, y, post, comb, layer.hc_ffn, layer.ffn_norm)
         assert layer.ffn is not None
-        return streams, self.experts(layer.ffn, v, rows), post, comb
+        site = ops.boundary(
+            site.streams, y, site.post, site.comb, layer.hc_ffn, layer.ffn_norm, half=True,
+            readers=(layer.ffn.shared13,),
+        )  # fmt: skip
+        return site.streams, self.experts(layer.ffn, site, rows), site.post, site.comb
 
     def embed(self, tokens: Tensor) -> Tensor:
         """All four streams begin as the embedding."""
@@ -185,8 +188,8 @@ class GpuModel:
             )  # fmt: skip
         assert self.weights.head is not None
         head = self.weights.head
-        streams, h, _, _ = self.ops.boundary(*state, head.site, head.norm)
-        return streams, h
+        last = self.ops.boundary(*state, head.site, head.norm)
+        return last.streams, last.value
 
     @staticmethod
     def _window(window: Part, rows: Rows, pool: GpuPool) -> Part:
@@ -204,18 +207,19 @@ class GpuModel:
         """Final streams -> normalised input of the vocabulary."""
         head = head or self.weights.head
         assert head is not None
-        return self.ops.boundary(*self.start(streams), head.site, head.norm)[1]
+        return self.ops.boundary(*self.start(streams), head.site, head.norm).value
 
     # -- MTP ---------------------------------------------------------------------------------------
 
     def mtp_input(self, streams: Tensor, next_tokens: Tensor) -> Tensor:
         """e_proj norm(embed) + h_proj norm(stream), per stream: bf16 [R, 4, hidden]."""
-        mtp, eps = self.weights.mtp, self.shape.rms_norm_eps
+        mtp = self.weights.mtp
         assert mtp is not None
-        e = plain.rms_norm(self.weights.embed.index_select(0, next_tokens), mtp.enorm, eps)
-        a = self.ops.linear(e, mtp.e_proj, torch.float32)
-        b = plain.rms_norm(streams.flatten(0, 1), mtp.hnorm, eps)
-        b = self.ops.linear(b, mtp.h_proj, torch.float32).view(streams.shape)
+        ops, f32 = self.ops, torch.float32
+        e = ops.norm(self.weights.embed.index_select(0, next_tokens), mtp.enorm, (mtp.e_proj,))
+        a = ops.linear(e, mtp.e_proj, f32, coded=True)
+        h = ops.norm(streams.flatten(0, 1), mtp.hnorm, (mtp.h_proj,))
+        b = ops.linear(h, mtp.h_proj, f32, coded=True).view(streams.shape)
         return (b + a[:, None]).bfloat16()
 
     def run_mtp(self, rows: Rows, streams: Tensor, pool: GpuPool) -> tuple[Tensor, Tensor]:
@@ -227,8 +231,8 @@ class GpuModel:
         number = layout.mtp_layer
         window = layout.slots.window[number]
         out = self.layer(mtp.layer, number, state, rows, self.ropes(rows), pool, window)
-        streams, h, _, _ = self.ops.boundary(*out, mtp.head.site, mtp.head.norm)
-        return streams, h
+        last = self.ops.boundary(*out, mtp.head.site, mtp.head.norm)
+        return last.streams, last.value
 
     def write_mtp_keys(self, rows: Rows, streams: Tensor, pool: GpuPool) -> None:
         """Only the window keys of the MTP layer (prefill): no attention, no experts."""
@@ -236,8 +240,9 @@ class GpuModel:
         assert mtp is not None
         layer = mtp.layer
         state = self.start(self.mtp_input(streams, rows.tokens))
-        _, u, _, _ = ops.boundary(*state, layer.hc_attn, layer.attn_norm)
-        first = ops.linear(u, layer.attn.wq_kv)
+        readers = (layer.attn.wq_kv,)
+        site = ops.boundary(*state, layer.hc_attn, layer.attn_norm, readers=readers)
+        first = ops.linear(site.given, layer.attn.wq_kv, coded=True)
         shape = self.shape
         q = first.new_zeros(len(first), 4, shape.head_dim)
         rope = plain.rope_rows(rows.positions, self.weights.plain)

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from decant.engine.gpu import plain
 from decant.engine.gpu import weights as w
 from decant.engine.model_shape import ModelShape
 from decant.kernels import (
+    activations,
     compressor,
     fp4_moe,
     fp8_linear,
@@ -28,17 +29,28 @@ from decant.kernels import (
     kv_store,
     mhc,
     sparse_mla_decode,
+    tuned,
 )
 from decant.kernels import wo_a as output_projection
 from decant.kernels.config import architecture
 from decant.kernels.layout import Part
 
-ALL = ("mhc", "linear", "store", "compress", "index", "attention", "wo_a", "gate", "moe")
+ALL = (
+    "mhc", "linear", "norm", "swiglu", "store", "compress", "index", "attention", "wo_a", "gate",
+    "moe",
+)  # fmt: skip
 DECODE_ROWS = 64  # above, a linear runs unsplit and needs no scratch; inputs are quantised apart
 ROTATE_ROWS = 16  # above, the output projection's input is rotated by a launch of its own
 CAPTURED_ROWS = 512  # scratch for more rows is of steps that are never captured, and is dropped
 RECENT_SCRATCH = 8
-MAX_LIST_PAIRS = 512  # above, the work list is made by sorting
+MAX_LIST_PAIRS = 1 << 15  # above, the work list is made by sorting
+
+
+class Codes(NamedTuple):
+    """Input of FP8 linears that is quantised already: e4m3 [R, K], factors f32 [K / 128, R]."""
+
+    codes: Tensor
+    factors: Tensor
 
 
 @dataclass
@@ -61,6 +73,26 @@ class Rows:
     emit: dict[int, Tensor] | None = None
     valid_from: Tensor | None = None
     plan: Any = None  # of the indexer, made by the first layer that chooses
+
+
+class Boundary(NamedTuple):
+    """Streams bf16 [R, 4, hidden]; value bf16 [R, hidden], the normalised input of the next site;
+    its post and comb; half: value as fp16, if asked for; given: what the readers take."""
+
+    streams: Tensor
+    value: Tensor
+    post: Tensor
+    comb: Tensor
+    half: Tensor | None
+    given: Tensor | Codes
+
+
+class Routed(NamedTuple):
+    """Experts int32 [R, k], weights f32 [R, k], the work list if there is one already."""
+
+    experts: Tensor
+    weights: Tensor
+    tiles: fp4_moe.TileList | None
 
 
 @dataclass
@@ -167,40 +199,135 @@ class Ops:
         comb: Tensor,
         site: w.Site,
         norm: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Streams, normalised input of the next site (bf16), its post and comb."""
+        half: bool = False,
+        readers: tuple[w.Linear, ...] = (),
+    ) -> Boundary:
+        """post and comb are this site's afterwards (the same tensors, unless comparing). half: give
+        fp16 too. readers: the linears that read the result; they get codes if these are free."""
         rounds = self.shape.hc_sinkhorn_iters
+        rows, _, width = x.shape
+        coded: Codes | None = None
+        # only the tuned kernel makes codes in its own launch
+        if not self.comparing and tuned.choice(self.arch, "mhc", rows).is_cuda:
+            coded = self._room("boundary", rows, width, readers)
 
-        def kernel() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-            rows, _, width = x.shape
+        def kernel() -> tuple[Tensor | None, ...]:
             sums = self._kept(("mhc",), rows, lambda: mhc.workspace(rows, self.arch, self.device))
-            new_post, new_comb = post.clone(), comb.clone()
+            new_post, new_comb = (post.clone(), comb.clone()) if self.comparing else (post, comb)
             streams = x if y is None else torch.empty_like(x)
             out = torch.empty(rows, width, dtype=torch.bfloat16, device=x.device)
+            out16 = torch.empty_like(out, dtype=torch.half) if half else None
             mhc.mhc_boundary(
                 x, y, new_post, new_comb, site.fn, site.base, site.scale, norm, streams, sums,
-                out, self.arch,
+                out, self.arch, out16, codes=coded,
             )  # fmt: skip
-            return streams, out, new_post, new_comb
+            return streams, out, new_post, new_comb, out16
+
+        def torch_path() -> tuple[Tensor | None, ...]:
+            made = plain.boundary(x, y, post, comb, site, norm, rounds)
+            return *made, made[1].half() if half else None
 
         fits = rounds == mhc.ROUNDS
-        result: tuple[Tensor, Tensor, Tensor, Tensor] = self._pick(
-            "mhc", fits, kernel, lambda: plain.boundary(x, y, post, comb, site, norm, rounds)
-        )
-        return result
+        runs = fits and "mhc" in self.enabled
+        streams, out, new_post, new_comb, out16 = self._pick("mhc", fits, kernel, torch_path)
+        if runs and coded is not None:
+            return Boundary(streams, out, new_post, new_comb, out16, coded)
+        return Boundary(streams, out, new_post, new_comb, out16, out)
 
-    def linear(self, x: Tensor, weight: w.Linear, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    def _room(
+        self, name: str, rows: int, columns: int, readers: tuple[w.Linear, ...]
+    ) -> Codes | None:
+        """Where codes go that these linears read; None: they want bf16."""
+        if not readers or "linear" not in self.enabled or any(r.codes is None for r in readers):
+            return None
+
+        def make() -> Codes:
+            codes = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=self.device)
+            return Codes(codes, torch.empty(columns // w.BLOCK, rows, device=self.device))
+
+        room: Codes = self._kept(("codes", name, columns), rows, make)
+        return room
+
+    def _coded(
+        self,
+        name: str,
+        fits: bool,
+        rows: int,
+        columns: int,
+        readers: tuple[w.Linear, ...],
+        kernel: Callable[[Tensor, Tensor], None],
+        torch_path: Callable[[], Tensor],
+    ) -> Tensor | Codes:
+        """What linears read: codes by a kernel, or bf16."""
+        fits = fits and columns % w.BLOCK == 0
+        room = self._room(name, rows, columns, readers) if fits else None
+        if name not in self.enabled or room is None:
+            return torch_path()
+        if not self.comparing:
+            kernel(*room)
+            return room
+        value = torch_path()
+
+        def decoded() -> Tensor:
+            kernel(*room)
+            return room.codes.float() * room.factors.t().repeat_interleave(w.BLOCK, 1)
+
+        self._pick(name, True, decoded, lambda: plain.rounded(value))
+        return value
+
+    def norm(self, x: Tensor, weight: Tensor, readers: tuple[w.Linear, ...]) -> Tensor | Codes:
+        """RMSNorm of x bf16 [R, K], for the linears that read it."""
+        eps = self.shape.rms_norm_eps
+        return self._coded(
+            "norm", eps == activations.EPS, *x.shape, readers,
+            lambda codes, factors: activations.norm_codes(x, weight, codes, factors),
+            lambda: plain.rms_norm(x, weight, eps),
+        )  # fmt: skip
+
+    def swiglu(self, x: Tensor, readers: tuple[w.Linear, ...]) -> Tensor | Codes:
+        """SwiGLU of x bf16 [R, 2 K] (gates, then ups), for the linears that read it."""
+        limit = self.shape.swiglu_limit
+        return self._coded(
+            "swiglu", limit == fp4_moe.SWIGLU_LIMIT, len(x), x.shape[1] // 2, readers,
+            lambda codes, factors: activations.swiglu_codes(x, codes, factors),
+            lambda: plain.swiglu(x, limit),
+        )  # fmt: skip
+
+    def linear(
+        self,
+        x: Tensor | Codes,
+        weight: w.Linear,
+        dtype: torch.dtype = torch.bfloat16,
+        coded: bool = False,
+    ) -> Tensor:
+        """coded: x may come as codes; in comparing mode the kernel then gets it so."""
+
         def kernel() -> Tensor:
             assert weight.codes is not None and weight.scale is not None
-            out = torch.empty(len(x), weight.num_rows, dtype=dtype, device=x.device)
-            scratch = self._split_scratch(len(x), weight.num_rows)
-            room = self._quantised(*x.shape)
+            given = x
+            if coded and self.comparing and isinstance(x, Tensor):
+                room = self._room("compared", *x.shape, (weight,))
+                assert room is not None
+                fp8_linear.quantise(x, *room)
+                given = room
+            rows = len(given.codes) if isinstance(given, Codes) else len(given)
+            out = torch.empty(rows, weight.num_rows, dtype=dtype, device=self.device)
+            scratch = self._split_scratch(rows, weight.num_rows)
+            if isinstance(given, Codes):
+                return fp8_linear.fp8_linear(
+                    given.codes, weight.codes, weight.scale, scratch, out, self.arch,
+                    factors=given.factors,
+                )  # fmt: skip
             return fp8_linear.fp8_linear(
-                x, weight.codes, weight.scale, scratch, out, self.arch, quantised=room
-            )
+                given, weight.codes, weight.scale, scratch, out, self.arch,
+                quantised=self._quantised(*given.shape),
+            )  # fmt: skip
 
-        fits = weight.codes is not None
-        out: Tensor = self._pick("linear", fits, kernel, lambda: plain.linear(x, weight, dtype))
+        if isinstance(x, Codes):
+            return kernel()
+        out: Tensor = self._pick(
+            "linear", weight.codes is not None, kernel, lambda: plain.linear(x, weight, dtype)
+        )
         return out
 
     def store(
@@ -312,16 +439,19 @@ class Ops:
         self,
         psi: Tensor,
         omega: Tensor,
+        rope: Tensor,
         rows: Rows,
         pages: Tensor,
         part: Part,
         hadamard: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Entries of each row, int32 [R, top k] ascending, and their number."""
+        """Entries of each row, int32 [R, top k] ascending, and their number. psi bf16 [R, H, 128],
+        not rotated yet; omega f32 [R, H]."""
 
         def torch_path() -> tuple[Tensor, Tensor]:
+            turned = plain.rotate(psi.float(), rope).bfloat16()
             return plain.select(
-                psi, omega, pages, part, rows.slots, rows.positions, rows.tables, hadamard,
+                turned, omega, pages, part, rows.slots, rows.positions, rows.tables, hadamard,
                 self.shape.index_topk, rows.most,
             )  # fmt: skip
 
@@ -335,7 +465,7 @@ class Ops:
             plan = rows.plan
             codes = torch.empty(num, heads, width, dtype=torch.float8_e4m3fn, device=device)
             weights = torch.empty(num, heads, device=device)
-            indexer.index_queries(psi, omega, codes, weights)
+            indexer.index_queries(psi, omega, codes, weights, rope)
             room = -(-rows.most // plan.tile) * plan.tile * num
             logits = torch.empty(max(1, room), device=device)
             indexer.index_logits(
@@ -448,10 +578,27 @@ class Ops:
         )
         return out
 
-    def route(self, x: Tensor, ffn: w.Experts, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Experts int32 [R, k] and weights float32 [R, k]."""
+    def _tiles(self, rows: int, ffn: w.Experts) -> fp4_moe.TileList:
+        """Buffers of the experts' work list; whoever fills it rewrites all that is read."""
+        pairs = rows * self.shape.num_experts_per_tok
+        block = fp4_moe.block_tokens(pairs, self.arch, ffn.w13)
+        num = self.shape.n_routed_experts
+        tiles: fp4_moe.TileList = self._kept(
+            ("tiles", block), rows, lambda: gate.new_tile_list(pairs, num, block, self.device)
+        )
+        return tiles
+
+    def route(self, x: Tensor, ffn: w.Experts, tokens: Tensor) -> Routed:
+        """Experts int32 [R, k] and weights float32 [R, k], and their work list if the gate's
+        kernel makes it."""
         shape = self.shape
         top_k = shape.num_experts_per_tok
+        listed = (
+            {"gate", "moe"} <= self.enabled
+            and not self.comparing
+            and len(x) * top_k <= MAX_LIST_PAIRS
+        )
+        tiles = self._tiles(len(x), ffn) if listed else None
 
         def kernel() -> tuple[Tensor, Tensor]:
             num = shape.n_routed_experts
@@ -460,34 +607,36 @@ class Ops:
             weights = torch.empty(len(x), top_k, device=x.device)
             hashed = ffn.table is not None
             gate.route(
-                x, ffn.gate, sums, experts, weights, None, ffn.bias, ffn.table,
+                x, ffn.gate, sums, experts, weights, tiles, ffn.bias, ffn.table,
                 tokens if hashed else None,
             )  # fmt: skip
             return experts, weights
 
         scale = shape.routed_scaling_factor
-        result: tuple[Tensor, Tensor] = self._pick(
+        experts, weights = self._pick(
             "gate", True, kernel, lambda: plain.route(x, ffn, tokens, top_k, scale)
         )
-        return result
+        return Routed(experts, weights, tiles)
 
     def experts(
-        self, x: Tensor, ffn: w.Experts, chosen: Tensor, weights: Tensor, shared: Tensor
+        self, x: Tensor, half: Tensor, ffn: w.Experts, routed: Routed, shared: Tensor
     ) -> Tensor:
-        """Routed experts plus the shared one's output: float32 [R, hidden]."""
+        """Routed experts plus the shared one's output: float32 [R, hidden]. half: x as fp16."""
         shape = self.shape
+        chosen, weights, listed = routed
 
         def kernel() -> Tensor:
             num_pairs, num = chosen.numel(), shape.n_routed_experts
-            block = fp4_moe.block_tokens(num_pairs, self.arch, ffn.w13)
-            if num_pairs <= MAX_LIST_PAIRS and self.device.type == "cuda":
-                tiles = gate.new_tile_list(num_pairs, num, block, x.device)
+            tiles = listed
+            if tiles is None and num_pairs <= MAX_LIST_PAIRS:
+                tiles = self._tiles(len(x), ffn)
                 gate.tile_list(chosen, tiles, num)
-            else:
+            elif tiles is None:
+                block = fp4_moe.block_tokens(num_pairs, self.arch, ffn.w13)
                 tiles = plain.tile_list(chosen, num, block)
             inner = ffn.w2.shape[2]
             return fp4_moe.fp4_moe(
-                x.half(), ffn.w13, ffn.w2, weights, tiles,
+                half, ffn.w13, ffn.w2, weights, tiles,
                 torch.empty(num_pairs, inner, dtype=torch.float16, device=x.device),
                 torch.empty(num_pairs, x.shape[1], device=x.device),
                 torch.empty(x.shape, device=x.device), self.arch, shared,
@@ -508,6 +657,8 @@ def fitting(shape: ModelShape, tp: int = 1) -> list[str]:
     rules = {
         "mhc": shape.hidden_size % 256 == 0 and shape.hc_sinkhorn_iters == mhc.ROUNDS,
         "linear": True,
+        "norm": True,
+        "swiglu": shape.swiglu_limit == fp4_moe.SWIGLU_LIMIT,
         "store": True,
         "compress": True,
         "index": shape.index_n_heads == indexer.HEADS and shape.index_topk == indexer.TOP_K,

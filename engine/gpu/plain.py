@@ -35,6 +35,17 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return ops.rms_norm(x.float(), eps, weight.float()).bfloat16()
 
 
+def swiglu(x: Tensor, limit: float) -> Tensor:
+    """x [R, 2 K], gates then ups -> bf16 [R, K]."""
+    wide, half = x.float(), x.shape[1] // 2
+    return ops.swiglu(wide[:, :half], wide[:, half:], limit).bfloat16()
+
+
+def rounded(x: Tensor) -> Tensor:
+    """x as FP8 linears see it, float32: through e4m3 per 128 channels."""
+    return ops.round_e4m3(x.float().contiguous(), 128)
+
+
 def rope_rows(positions: Tensor, frequencies: Tensor, shift: int = 0) -> Tensor:
     """float32 [R, 64]: 32 cosines and 32 sines of (position + shift) x frequency."""
     angle = (positions + shift).clamp(min=0).float()[:, None] * frequencies
@@ -86,7 +97,7 @@ def linear(x: Tensor, weight: w.Linear, dtype: torch.dtype) -> Tensor:
     """x [R, K] -> [R, N]; inputs of FP8 weights are rounded to e4m3 per 128 channels."""
     value = x.bfloat16()
     if weight.codes is not None:
-        value = ops.round_e4m3(x.float().contiguous(), 128).bfloat16()
+        value = rounded(x).bfloat16()
     return mm_f32(value, weight.dense()).to(dtype)
 
 

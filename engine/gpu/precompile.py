@@ -17,6 +17,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -69,15 +70,20 @@ def without_device(arch: int) -> Iterator[None]:
         driver._active = before
 
 
-def note(run: Callable[[], object]) -> list[dict[str, str]]:
+def note(
+    run: Callable[[], object], launched: Counter[str] | None = None
+) -> list[dict[str, str]]:
     """Run something dry. Returns: {module, name, data, source} of every kernel that it would
-    compile; source: hash of its text. Of CUDA C++, module is "" and data its constants."""
+    compile; source: hash of its text. Of CUDA C++, module is "" and data its constants. launched:
+    counts the launches by kernel."""
+    counts = Counter[str]() if launched is None else launched
     found: dict[str, dict[str, str]] = {}
 
     def hook(**given: Any) -> bool:
         data = given["compile"]["specialization_data"]
         function = given["fn"].jit_function
         name = function.fn.__qualname__
+        counts[name] += 1
         module = function.fn.__module__
         found[name + data] = {
             "module": module, "name": name, "data": data, "source": function.cache_key,
@@ -91,9 +97,12 @@ def note(run: Callable[[], object]) -> list[dict[str, str]]:
         }  # fmt: skip
         return cuda.Function(kernel, 0)
 
+    def launch_none(target: cuda.Function, *args: Any, **more: Any) -> None:
+        counts[target.name] += 1
+
     before, launch, load = knobs.runtime.jit_cache_hook, cuda.launch, cuda.function
     knobs.runtime.jit_cache_hook = hook
-    cuda.launch = lambda *args, **more: None
+    cuda.launch = launch_none
     cuda.function = function
     try:
         run()
@@ -145,30 +154,39 @@ def compile_all(
 
 @torch.inference_mode()
 def dry_steps(
-    model: GpuModel, runner: Runner, buckets: Sequence[tuple[int, int]], chunk_rows: int
+    model: GpuModel,
+    runner: Runner,
+    buckets: Sequence[tuple[int, int]],
+    chunks: Sequence[int] = CHUNKS,
 ) -> None:
-    """Decode steps of ``buckets`` (sequences, rows each) and pieces of a prompt."""
+    """Decode steps of ``buckets`` (sequences, rows each) and pieces of a prompt: none, or of
+    ``chunks`` rows and of the longest piece."""
     for num, size in buckets:
         rows, _ = runner.static_rows(num, size)
         runner._step(rows)
     length = runner.width * runner.pool.layout.page_tokens
-    for count in sorted({min(c, chunk_rows, length) for c in (*CHUNKS, chunk_rows)}):
+    rows = runner.chunk_rows
+    for count in sorted({min(c, rows, length) for c in (*chunks, rows)} if chunks else ()):
         pages = -(-count // runner.pool.layout.page_tokens)
         ids = np.zeros(count, np.int32)
         runner.prefill(PrefillChunk(0, 0, ids, tuple(range(pages))))
 
 
 def prepare(
-    model: GpuModel, make_runner: Callable[[GpuModel], Runner], buckets: Sequence[tuple[int, int]]
-) -> None:
+    model: GpuModel,
+    make_runner: Callable[[GpuModel], Runner],
+    buckets: Sequence[tuple[int, int]],
+    chunks: Sequence[int] = CHUNKS,
+) -> tuple[int, int]:
     """Fill the caches for a rank's steps. make_runner: a runner of a model on a pool that
-    nobody uses yet. Needs no kernel that is right: a wrong one is found by the probe."""
+    nobody uses yet. chunks: rows of a prompt's pieces. Needs no kernel that is right: a wrong one
+    is found by the probe. Returns: kernels compiled, and how many there are."""
     if model.ops.device.type != "cuda" or not model.ops.enabled:
-        return
+        return 0, 0
     began = time.monotonic()
     alone = replace(model, comm=None)  # the other ranks are not asked
     runner = make_runner(alone)
-    wanted = note(lambda: dry_steps(alone, runner, buckets, runner.chunk_rows))
+    wanted = note(lambda: dry_steps(alone, runner, buckets, chunks))
     noted = time.monotonic() - began
     arch = int(model.ops.arch.removeprefix("sm_"))
     done = compile_all(wanted, arch)
@@ -176,6 +194,7 @@ def prepare(
         "%d of %d kernels compiled in %.1f s (noted in %.1f s)",
         done, len(wanted), time.monotonic() - began, noted,
     )  # fmt: skip
+    return done, len(wanted)
 
 
 def compile_one(kernel: dict[str, str], arch: int) -> None:

@@ -36,7 +36,7 @@ layout = GpuLayout(shape, 128, 3)
 pool = GpuPool.create(f"gpu-note-test-{os.getpid()}", layout, 2, 1, cpu)
 runner = Runner(model, pool, 256, 128)
 with precompile.without_device(90):
-    found = precompile.note(lambda: precompile.dry_steps(model, runner, [(1, 1), (2, 4)], 128))
+    found = precompile.note(lambda: precompile.dry_steps(model, runner, [(1, 1), (2, 4)]))
 pool.close()
 done = precompile.compile_all(found[:1], 90, 1)
 began = time.monotonic()
@@ -122,7 +122,9 @@ def test_pieces_are_short_resumable_and_leave_what_they_had(
         assert limit < 540 and text and hasattr(report, "piece_" + name.replace("-", "_"))
     ran: list[str] = []
 
-    def command_of(words: list[str], limit_s: float) -> tuple[int, str, str]:
+    def command_of(
+        words: list[str], limit_s: float, log: Path | None = None
+    ) -> tuple[int, str, str]:
         if "--piece" not in words:
             return 0, "", ""
         name = words[words.index("--piece") + 1]
