@@ -1,4 +1,4 @@
-"""What stands between two FP8 linears, RMSNorm or SwiGLU, and the e4m3 codes that the next one reads.
+"""What stands between two FP8 linears, RMSNorm or SwiGLU, and the e4m3 codes that are read next.
 
 Data sheet
   input    bf16, or fp32, rows with a stride

@@ -84,11 +84,28 @@ def _compress_kernel(
     OVERLAP: tl.constexpr, INDEX: tl.constexpr, WRITE: tl.constexpr, EMIT: tl.constexpr,
     POSITIONS: tl.constexpr, DATA: tl.constexpr, SCALES: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
-    """One row: write its state, and its window's entry if it completes one."""
+    """See ``compress_row``; a padded row does nothing."""
     row = tl.program_id(0)
     position = tl.load(position_of_row + row)
-    if position < 0:
-        return
+    if position >= 0:
+        compress_row(
+            row, position, projected, ape, norm, rope, extents, pages, slot_of_row,
+            position_of_row, page_table, rows, p_stride, stride16, state_offset16, page_stride16,
+            part_offset16, table_stride, WIDTH, RATIO, RING, ROWS, OVERLAP, INDEX, WRITE, EMIT,
+            POSITIONS, DATA, SCALES, EPS,
+        )  # fmt: skip
+
+
+@triton.jit
+def compress_row(
+    row, position, projected, ape, norm, rope, extents, pages, slot_of_row, position_of_row,
+    page_table, rows, p_stride, stride16, state_offset16, page_stride16, part_offset16,
+    table_stride,
+    WIDTH: tl.constexpr, RATIO: tl.constexpr, RING: tl.constexpr, ROWS: tl.constexpr,
+    OVERLAP: tl.constexpr, INDEX: tl.constexpr, WRITE: tl.constexpr, EMIT: tl.constexpr,
+    POSITIONS: tl.constexpr, DATA: tl.constexpr, SCALES: tl.constexpr, EPS: tl.constexpr,
+):  # fmt: skip
+    """One row: write its state, and its window's entry if it completes one."""
     slot32 = tl.load(slot_of_row + row)
     slot = slot32.to(tl.int64)
     SERIES: tl.constexpr = 2 if OVERLAP else 1

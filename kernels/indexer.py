@@ -97,9 +97,20 @@ def _hadamard_kernel(
     HEADS: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
+    """See ``index_query``."""
+    index_query(
+        tl.program_id(0).to(tl.int64), tl.program_id(1), q, head_weights, rope, codes, weights,
+        weights_stride, ROTATE, FACTOR, HEADS, BLOCK_H,
+    )  # fmt: skip
+
+
+@triton.jit
+def index_query(
+    row, part, q, head_weights, rope, codes, weights, weights_stride,
+    ROTATE: tl.constexpr, FACTOR: tl.constexpr, HEADS: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
     """Some heads of one row, 128 channels each."""
-    row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    head = part * BLOCK_H + tl.arange(0, BLOCK_H)
     i = tl.arange(0, 128)
     x = tl.load(q + row * HEADS * 128 + head[:, None] * 128 + i[None, :]).to(tl.float32)
     if ROTATE:

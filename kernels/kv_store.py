@@ -91,9 +91,22 @@ def _norm_rope_store_kernel(
     H: tl.constexpr, BLOCK_H: tl.constexpr, RING: tl.constexpr, DATA: tl.constexpr,
     SCALES: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
-    """Programs 0 .. H / BLOCK_H - 1 of a row take query heads, the last one the key."""
-    row = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1)
+    """See ``store_row``."""
+    store_row(
+        tl.program_id(0).to(tl.int64), tl.program_id(1), q, k, k_norm, rope, slot_of_row,
+        position_of_row, extents, stride16, offset16, q_stride, k_stride, H, BLOCK_H, RING, DATA,
+        SCALES, EPS,
+    )  # fmt: skip
+
+
+@triton.jit
+def store_row(
+    row, part, q, k, k_norm, rope, slot_of_row, position_of_row, extents, stride16, offset16,
+    q_stride, k_stride,
+    H: tl.constexpr, BLOCK_H: tl.constexpr, RING: tl.constexpr, DATA: tl.constexpr,
+    SCALES: tl.constexpr, EPS: tl.constexpr,
+):  # fmt: skip
+    """Parts 0 .. H / BLOCK_H - 1 of a row are query heads, the last one is the key."""
     position = tl.load(position_of_row + row)
     channel = tl.arange(0, 512)
     if part * BLOCK_H < H:

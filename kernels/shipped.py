@@ -27,8 +27,10 @@ from decant.kernels import (
     kv_store,
     mhc,
     page_copy,
+    row_work,
     sampling,
     sparse_mla_decode,
+    step_ends,
     wo_a,
 )
 from decant.kernels.config import ARCHS, SHARED_MEMORY_LIMIT, Config
@@ -269,6 +271,33 @@ def _small(arch: str) -> Iterator[Shipped]:
             name = f"compress {ratio} index {index} write {write} emit {emit}"
             config = Config(num_warps=4 if index else 8)
             yield Shipped(name, arch, compressor._compress_kernel, arguments, config)
+    arguments = {"tokens": I32, "positions": I32, "embedding": BF16, "streams": BF16}
+    arguments |= dict.fromkeys(("plain", "compressed", "ropes"), F32) | {"rows": "i32", "D": 4096}
+    arguments |= {"BLOCK": step_ends.BLOCK, "SHIFT_4": -3, "SHIFT_128": -127}
+    yield Shipped("step begin", arch, step_ends._begin_kernel, arguments, Config(), "", 64)
+    arguments = {"streams": BF16, "extents": U8, "SIZE": 16384, "RECENT": 8, "PER_SEQUENCE": 4}
+    arguments |= dict.fromkeys(("slot_of_row", "position_of_row"), I32)
+    arguments |= dict.fromkeys(("stride16", "last16", "recent16", "rows"), "i32")
+    arguments |= {"BLOCK": 4 * step_ends.BLOCK}
+    yield Shipped("step keep", arch, step_ends._keep_kernel, arguments, Config())
+    for ratio in (0, 4, 128):
+        arguments = {"q": BF16, "k": BF16, "k_norm": BF16, "psi": BF16, "codes": FP8}
+        arguments |= dict.fromkeys(("slot_of_row", "position_of_row", "page_table"), I32)
+        arguments |= dict.fromkeys(("extents", "pages"), U8)
+        arguments |= dict.fromkeys(("rope", "entry_rope", "projected", "ape", "i_projected"), F32)
+        arguments |= {"i_ape": F32, "norm": BF16, "i_norm": BF16, "omega": F32, "weights": F32}
+        arguments |= dict.fromkeys(("rows", "stride16", "page_stride16", "table_stride"), "i32")
+        arguments |= dict.fromkeys(("q_stride", "k_stride", "p_stride", "omega_stride"), "i32")
+        arguments |= dict.fromkeys(("window_offset16", "state_offset16", "part_offset16"), "i32")
+        arguments |= dict.fromkeys(("i_state_offset16", "i_part_offset16"), "i32")
+        arguments |= {"H": 16, "BLOCK_H": row_work.HEADS_A_PART, "WINDOW_RING": 131}
+        arguments |= {"RATIO": ratio, "RING": 16 if ratio == 4 else 256}
+        arguments |= {"ROWS": 1024 // (ratio or 4)}
+        arguments |= {"HAS_INDEX": ratio == 4, "I_RING": 16, "I_ROWS": 256, "FACTOR": 0.011}
+        arguments |= {"HAS_QUERIES": ratio == 4, "INDEX_HEADS": 64, "DATA": 576, "SCALES": 8}
+        arguments |= {"BLOCK_I": row_work.INDEX_HEADS_A_PART, "EPS": 1e-6}
+        eight = Config(num_warps=8)
+        yield Shipped(f"row work {ratio}", arch, row_work._row_kernel, arguments, eight)
     arguments = {"logits": F32, "seeds": I64, "counts": "*i16", "seen": "*i8"}
     arguments |= dict.fromkeys(
         ("allowed", "slot_of_row", "choices", "positions", "best_token"), I32

@@ -124,6 +124,8 @@ class GpuConfig:
     mps: bool = False  # start an MPS daemon: processes of one GPU run side by side
     collectives: str = "auto"  # how ranks sum: ipc (one-shot), nccl, gloo; auto: what works
     start_s: float = 600.0  # a rank may load, compile and capture for so long
+    graphs_s: float = 300.0  # of that for decode's graphs; those left are captured while serving
+    graphs_again_s: float = 1.0  # the same for a worker that starts anew in a running set
     twin: bool = False  # with device = cpu: the GPU engine's code in plain torch, slow, for tests
 
 

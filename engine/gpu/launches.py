@@ -19,22 +19,27 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from decant.engine.gpu import plain
 from decant.engine.gpu.layout import GpuLayout
 from decant.engine.gpu.model import GpuModel
 from decant.engine.gpu.ops import ALL, Ops
 from decant.engine.gpu.pool import GpuPool
 from decant.engine.gpu.precompile import note, without_device
 from decant.engine.gpu.runner import Runner
-from decant.engine.gpu.slice import make_slice
+from decant.engine.gpu.slice import Maker, make_slice
 from decant.engine.model_shape import parse_shape
 from decant.engine.synthetic import config_table
 
 # what reads or makes no memory: names of aten's operations without their overload
 NO_LAUNCH = frozenset(
-    "alias as_strided detach empty empty_like empty_strided expand lift_fresh new_empty "
-    "new_empty_strided permute select set_ slice split split_with_sizes squeeze t transpose "
-    "unbind unfold unsqueeze view _reshape_alias _unsafe_view is_pinned _local_scalar_dense".split()
-)
+    (
+        "alias", "as_strided", "detach", "empty", "empty_like", "empty_strided", "expand",
+        "lift_fresh", "new_empty", "new_empty_strided", "permute", "select", "set_", "slice",
+        "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unfold", "unsqueeze",
+        "view", "_reshape_alias", "_unsafe_view", "is_pinned", "_local_scalar_dense",
+        "scalar_tensor",
+    )
+)  # fmt: skip
 KINDS = {0: "window", 4: "CSA", 128: "HCA"}
 
 
@@ -52,6 +57,16 @@ class Torch(TorchDispatchMode):
         if name not in NO_LAUNCH:
             self.seen["torch " + name] += 1
         return func(*args, **(kwargs or {}))
+
+
+class Bare(Maker):
+    """Weights that nobody looks at: no value is made."""
+
+    def normal(self, *size: int, by: float = 1.0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=self.device)
+
+    def whole(self, low: int, high: int, *size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, device=self.device)
 
 
 class Sums:
@@ -90,14 +105,24 @@ class Sums:
 def launches(run: Callable[[Sums], object], ranks: int) -> Counter[str]:
     """Launches of ``run`` by kernel, and of torch by operation. run: gets the ranks' sums."""
     sums, kernels = Sums(ranks), Counter[str]()
-    with Torch() as seen:
-        note(lambda: run(sums), kernels)
+
+    def product(x: Tensor, weight: Tensor) -> Tensor:
+        """plain.mm_f32 of a GPU: one launch (on a CPU it casts)."""
+        kernels["mm_f32"] += 1
+        return torch.empty(len(x), len(weight))
+
+    before, plain.mm_f32 = plain.mm_f32, product
+    try:
+        with Torch() as seen:
+            note(lambda: run(sums), kernels)
+    finally:
+        plain.mm_f32 = before
     return kernels + seen.seen + sums.seen
 
 
 def of_layers(rows: int, tp: int = 4) -> dict[str, dict[str, int]]:
     """Launches of one decode step of ``rows`` sequences of one row, of a rank of ``tp`` at real
-    width: by kind of layer (the second of two equal layers less one) and for what is no layer."""
+    width: by kind of layer (the second one of a step), and for what is no layer."""
     # wide where a kernel's choice depends on it; few layers, experts and tokens
     table = config_table(4, "real") | {"vocab_size": 1024, "n_routed_experts": 128}
     cpu = torch.device("cpu")
@@ -107,7 +132,8 @@ def of_layers(rows: int, tp: int = 4) -> dict[str, dict[str, int]]:
             table | {"num_hidden_layers": len(ratios), "compress_ratios": [*ratios, 0],
                      "num_hash_layers": 0}
         )  # fmt: skip
-        model = GpuModel(shape, make_slice(shape, cpu, tp), Ops.create(shape, cpu, set(ALL), tp))
+        weights = make_slice(shape, cpu, tp, maker=Bare)
+        model = GpuModel(shape, weights, Ops.create(shape, cpu, set(ALL), tp))
         layout = GpuLayout(shape, 256, 1)
         pool = GpuPool.create(f"decant-launches-{os.getpid()}", layout, 2, rows, cpu)
         try:
@@ -123,16 +149,13 @@ def of_layers(rows: int, tp: int = 4) -> dict[str, dict[str, int]]:
         finally:
             pool.close()
 
-    out = {}
-    one = counted((0,))
+    one, out = counted((0,)), {}
     for ratio, kind in KINDS.items():
-        pair, single = counted((ratio, ratio)), counted((ratio,))
-        pair.subtract(single)
-        out[kind] = {k: n for k, n in sorted(pair.items()) if n}
-        if ratio == 0:
-            one.subtract(pair)
-            out["step"] = {k: n for k, n in sorted(one.items()) if n}
-    return out
+        second = counted((0, ratio))
+        second.subtract(one)
+        out[kind] = {k: n for k, n in sorted(second.items()) if n}
+    one.subtract(out["window"])
+    return {"step": {k: n for k, n in sorted(one.items()) if n}, **out}
 
 
 def main() -> int:

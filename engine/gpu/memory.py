@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import mmap
 import os
 import secrets
@@ -17,8 +18,15 @@ from torch import Tensor
 
 from decant.protocol.errors import ConfigError, HandoffError
 
+log = logging.getLogger("decant.engine.gpu")
+
 SHM = Path("/dev/shm")
 HANDLE_BYTES = 64  # cudaIpcMemHandle_t
+
+
+def first_line(error: BaseException) -> str:
+    """What a CUDA error says, without the advice that follows."""
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 class Memory(Protocol):
@@ -165,7 +173,13 @@ class DeviceMemory:
         from cuda.bindings import runtime
 
         self.data = torch.empty(0, dtype=torch.uint8)
-        torch.cuda.synchronize()
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError as error:  # its context is lost, and all memory with it
+            _own.pop(self.name, None)
+            self._how = "closed"
+            log.warning("device memory is gone already: %s", first_line(error))
+            return
         if self._how == "mapped":
             runtime.cudaIpcCloseMemHandle(self._pointer)
         elif self._how == "owner":

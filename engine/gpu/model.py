@@ -15,19 +15,11 @@ from torch import Tensor
 from decant.engine.gpu import plain
 from decant.engine.gpu import weights as w
 from decant.engine.gpu.communicator import Communicator
-from decant.engine.gpu.ops import Boundary, Codes, Ops, Rows
+from decant.engine.gpu.layout import GpuLayout
+from decant.engine.gpu.ops import Begun, Boundary, Codes, Ops, Projected, Queries, Rows
 from decant.engine.gpu.pool import GpuPool
 from decant.engine.model_shape import ModelShape
 from decant.kernels.layout import Part
-
-
-@dataclass(frozen=True)
-class Ropes:
-    """Rotations of a launch: of the rows, and of the windows that they complete, by ratio."""
-
-    plain: Tensor
-    compressed: Tensor
-    entries: dict[int, Tensor]
 
 
 @dataclass
@@ -38,14 +30,6 @@ class GpuModel:
     weights: w.Weights
     ops: Ops
     comm: Communicator | None = None
-
-    def ropes(self, rows: Rows) -> Ropes:
-        freq, compressed = self.weights.plain, self.weights.compressed
-        return Ropes(
-            plain.rope_rows(rows.positions, freq),
-            plain.rope_rows(rows.positions, compressed),
-            {r: plain.rope_rows(rows.positions, compressed, 1 - r) for r in (4, 128)},
-        )
 
     def _joined(self, y: Tensor) -> Tensor:
         return y if self.comm is None else self.comm.all_reduce(y)
@@ -58,7 +42,7 @@ class GpuModel:
         number: int,
         site: Boundary,
         rows: Rows,
-        ropes: Ropes,
+        ropes: Begun,
         pool: GpuPool,
         window: Part,
     ) -> Tensor:
@@ -69,49 +53,49 @@ class GpuModel:
         readers = (attn.wq_b,) if attn.index_wq_b is None else (attn.wq_b, attn.index_wq_b)
         r = ops.norm(first[:, : shape.q_lora_rank], attn.q_norm, readers)
         q = ops.linear(r, attn.wq_b, coded=True).view(len(first), attn.heads, shape.head_dim)
-        q = ops.store(q, first[:, shape.q_lora_rank :], attn.kv_norm, rope, rows, window)
+        compressors, queries = self._projected(attn, number, site.value, r, rope, layout)
+        q, queries = ops.row_work(
+            q, first[:, shape.q_lora_rank :], attn.kv_norm, rope,
+            ropes.entries[attn.ratio] if attn.ratio else None, rows, window, pool.slots, pool.pages,
+            self.weights.hadamard, compressors, queries,
+        )  # fmt: skip
         part, chosen = None, None
         if attn.ratio:
             part = layout.pages.keys[number]
-            chosen = self._compress(attn, number, site.value, r, rope, rows, ropes, pool)
+        if queries is not None:
+            index = layout.pages.index[number]
+            chosen = ops.select(queries, rows, pool.pages, index, self.weights.hadamard)
         o = ops.attend(q, rows, window, pool.pages, part, attn.sink, attn.ratio, chosen)
         z = ops.wo_a(o, rope, attn)
         return self._joined(ops.linear(z, attn.wo_b, torch.float32))
 
-    def _compress(
+    def _projected(
         self,
         attn: w.Attention,
         number: int,
         u: Tensor,
         r: Tensor | Codes,
         rope: Tensor,
-        rows: Rows,
-        ropes: Ropes,
-        pool: GpuPool,
-    ) -> tuple[Tensor, Tensor] | None:
-        """State and entries of the rows; for CSA also the entries that each row attends to."""
-        layout, ops, shape = pool.layout, self.ops, self.shape
+        layout: GpuLayout,
+    ) -> tuple[list[Projected], Queries | None]:
+        """Inputs of the layer's compressors, and of the indexer in CSA layers."""
+        if attn.ratio == 0:
+            return [], None
+        ops, shape = self.ops, self.shape
         assert attn.aux is not None and attn.compressor is not None
         aux = plain.mm_f32(u, attn.aux)
         n = 2 * attn.compressor.ape.shape[1]
-        hadamard = self.weights.hadamard
-        ops.compress(
-            aux[:, :n], attn.compressor, ropes.entries[attn.ratio], rows, pool.slots,
-            layout.slots.state[number], pool.pages, layout.pages.keys[number], hadamard,
-        )  # fmt: skip
+        state, part = layout.slots.state[number], layout.pages.keys[number]
+        found = [Projected(aux[:, :n], attn.compressor, state, part)]
         if attn.index is None:
-            return None
+            return found, None
         assert attn.index_wq_b is not None
         m = n + 2 * attn.index.ape.shape[1]
-        part = layout.pages.index[number]
-        ops.compress(
-            aux[:, n:m], attn.index, ropes.entries[4], rows, pool.slots,
-            layout.slots.index_state[number], pool.pages, part, hadamard,
-        )  # fmt: skip
+        state, part = layout.slots.index_state[number], layout.pages.index[number]
+        found.append(Projected(aux[:, n:m], attn.index, state, part))
         psi = ops.linear(r, attn.index_wq_b, coded=True)
         psi = psi.view(len(u), shape.index_n_heads, shape.index_head_dim)
-        omega = aux[:, m : m + shape.index_n_heads]
-        return ops.select(psi, omega, rope, rows, pool.pages, part, hadamard)
+        return found, Queries(psi, aux[:, m : m + shape.index_n_heads], rope)
 
     # -- experts -----------------------------------------------------------------------------------
 
@@ -140,7 +124,7 @@ class GpuModel:
         number: int,
         state: tuple[Tensor, Tensor | None, Tensor, Tensor],
         rows: Rows,
-        ropes: Ropes,
+        ropes: Begun,
         pool: GpuPool,
         window: Part,
         before_attention: Callable[[], None] | None = None,
@@ -162,11 +146,6 @@ class GpuModel:
         )  # fmt: skip
         return site.streams, self.experts(layer.ffn, site, rows), site.post, site.comb
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        """All four streams begin as the embedding."""
-        e = self.weights.embed.index_select(0, tokens)
-        return e[:, None].expand(-1, self.shape.hc_mult, -1).contiguous()
-
     def trunk(
         self,
         rows: Rows,
@@ -176,9 +155,12 @@ class GpuModel:
     ) -> tuple[Tensor, Tensor]:
         """Streams after the last layer, and the normalised input of the vocabulary. before, after:
         called with the layer's number around its attention (a chunk's window buffer)."""
-        ropes = self.ropes(rows)
+        all_weights = self.weights
+        ropes = self.ops.begin(
+            rows, all_weights.embed, all_weights.plain, all_weights.compressed
+        )
         rows.plan = None  # of an earlier launch with these buffers
-        state: tuple[Tensor, Tensor | None, Tensor, Tensor] = self.start(self.embed(rows.tokens))
+        state: tuple[Tensor, Tensor | None, Tensor, Tensor] = self.start(ropes.streams)
         for number, layer in enumerate(self.weights.layers):
             window = pool.layout.slots.window[number]
             state = self.layer(
@@ -227,10 +209,13 @@ class GpuModel:
         the tokens after the rows' positions."""
         mtp, layout = self.weights.mtp, pool.layout
         assert mtp is not None
-        state = self.start(self.mtp_input(streams, rows.tokens))
+        streams = self.mtp_input(streams, rows.tokens)
+        state = self.start(streams)
         number = layout.mtp_layer
         window = layout.slots.window[number]
-        out = self.layer(mtp.layer, number, state, rows, self.ropes(rows), pool, window)
+        rope = self.ops.rope(rows.positions, self.weights.plain)
+        ropes = Begun(streams, rope, rope, {})  # its only layer compresses nothing
+        out = self.layer(mtp.layer, number, state, rows, ropes, pool, window)
         last = self.ops.boundary(*out, mtp.head.site, mtp.head.norm)
         return last.streams, last.value
 
@@ -245,7 +230,7 @@ class GpuModel:
         first = ops.linear(site.given, layer.attn.wq_kv, coded=True)
         shape = self.shape
         q = first.new_zeros(len(first), 4, shape.head_dim)
-        rope = plain.rope_rows(rows.positions, self.weights.plain)
+        rope = ops.rope(rows.positions, self.weights.plain)
         window = layout.slots.window[layout.mtp_layer]
         ops.store(q, first[:, shape.q_lora_rank :], layer.attn.kv_norm, rope, rows, window)
 
@@ -261,4 +246,4 @@ def chunk_bytes(rows: int) -> int:
     return rows * 584
 
 
-__all__ = ["GpuModel", "Ropes", "chunk_bytes", "chunk_part"]
+__all__ = ["GpuModel", "chunk_bytes", "chunk_part"]

@@ -28,7 +28,9 @@ from decant.kernels import (
     indexer,
     kv_store,
     mhc,
+    row_work,
     sparse_mla_decode,
+    step_ends,
     tuned,
 )
 from decant.kernels import wo_a as output_projection
@@ -36,11 +38,12 @@ from decant.kernels.config import architecture
 from decant.kernels.layout import Part
 
 ALL = (
-    "mhc", "linear", "norm", "swiglu", "store", "compress", "index", "attention", "wo_a", "gate",
-    "moe",
+    "mhc", "linear", "norm", "swiglu", "store", "compress", "rows", "index", "attention", "wo_a",
+    "gate", "moe", "begin", "keep",
 )  # fmt: skip
 DECODE_ROWS = 64  # above, a linear runs unsplit and needs no scratch; inputs are quantised apart
 ROTATE_ROWS = 16  # above, the output projection's input is rotated by a launch of its own
+TOGETHER_ROWS = 16  # above, a layer's row work runs as launches of its parts, which fill the GPU
 CAPTURED_ROWS = 512  # scratch for more rows is of steps that are never captured, and is dropped
 RECENT_SCRATCH = 8
 MAX_LIST_PAIRS = 1 << 15  # above, the work list is made by sorting
@@ -73,6 +76,36 @@ class Rows:
     emit: dict[int, Tensor] | None = None
     valid_from: Tensor | None = None
     plan: Any = None  # of the indexer, made by the first layer that chooses
+
+
+@dataclass(frozen=True)
+class Projected:
+    """One compressor's projections f32 [R, 2 size], its weights, its ring and its page rows."""
+
+    values: Tensor
+    weights: w.Compressor
+    state: Part
+    part: Part
+
+
+class Queries(NamedTuple):
+    """The indexer's: psi bf16 [R, H, 128] not rotated, omega f32 [R, H], the rows' rope; coded:
+    codes and weights as the kernel makes them, if it did."""
+
+    psi: Tensor
+    omega: Tensor
+    rope: Tensor
+    coded: tuple[Tensor, Tensor] | None = None
+
+
+class Begun(NamedTuple):
+    """Streams bf16 [R, 4, hidden] before the first layer; rope rows f32 [R, 64] of the plain and
+    the compressed frequencies, and of the entries that a row completes, by ratio."""
+
+    streams: Tensor
+    plain: Tensor
+    compressed: Tensor
+    entries: dict[int, Tensor]
 
 
 class Boundary(NamedTuple):
@@ -190,6 +223,57 @@ class Ops:
         )
 
     # -- operations --------------------------------------------------------------------------------
+
+    def begin(self, rows: Rows, embed: Tensor, freq: Tensor, compressed: Tensor) -> Begun:
+        """Streams of the rows' tokens, and what is rotated by."""
+        fits = self.shape.hc_mult == step_ends.STREAMS
+
+        def kernel() -> tuple[Tensor, Tensor]:
+            num, width, device = len(rows.tokens), embed.shape[1], embed.device
+            streams = torch.empty(num, step_ends.STREAMS, width, dtype=embed.dtype, device=device)
+            ropes = torch.empty(step_ends.KINDS, num, 64, device=device)
+            step_ends.begin(rows.tokens, rows.positions, embed, freq, compressed, streams, ropes)
+            return streams, ropes
+
+        def torch_path() -> tuple[Tensor, Tensor]:
+            e = embed.index_select(0, rows.tokens)
+            streams = e[:, None].expand(-1, self.shape.hc_mult, -1).contiguous()
+            kinds = ((freq, 0), (compressed, 0), (compressed, 1 - 4), (compressed, 1 - 128))
+            ropes = [plain.rope_rows(rows.positions, f, shift) for f, shift in kinds]
+            return streams, torch.stack(ropes)
+
+        streams, ropes = self._pick("begin", fits, kernel, torch_path)
+        return Begun(streams, ropes[0], ropes[1], {4: ropes[2], 128: ropes[3]})
+
+    def rope(self, positions: Tensor, freq: Tensor) -> Tensor:
+        """f32 [R, 64]: cosines and sines of positions x frequencies."""
+
+        def kernel() -> Tensor:
+            out = torch.empty(len(positions), 64, device=positions.device)
+            return kv_store.rope_rows(positions, freq, out)
+
+        out: Tensor = self._pick("begin", True, kernel, lambda: plain.rope_rows(positions, freq))
+        return out
+
+    def keep(
+        self,
+        rows: Rows,
+        streams: Tensor,
+        slots: Tensor,
+        last: Part,
+        recent: Part,
+        torch_path: Callable[[], None],
+        read: Callable[[], Tensor],
+    ) -> None:
+        """Streams of the rows into their slots. torch_path: the same in plain torch; read: what a
+        reader finds then."""
+
+        def kernel() -> None:
+            step_ends.keep(
+                streams, rows.slots, rows.positions, slots, last, recent, rows.per_sequence
+            )
+
+        self._effect("keep", True, kernel, torch_path, read, [slots])
 
     def boundary(
         self,
@@ -435,18 +519,136 @@ class Ops:
 
         self._effect("compress", True, kernel, torch_path, read, [slots, pages])
 
+    def row_work(
+        self,
+        q: Tensor,
+        k: Tensor,
+        k_norm: Tensor,
+        rope: Tensor,
+        entry_rope: Tensor | None,
+        rows: Rows,
+        window: Part,
+        slots: Tensor,
+        pages: Tensor,
+        hadamard: Tensor,
+        compressors: list[Projected],
+        queries: Queries | None,
+    ) -> tuple[Tensor, Queries | None]:
+        """What stands between a layer's projections and its attention: q normalised and rotated,
+        window keys into the rings, compressors (none, the layer's, the indexer's behind it) into
+        slots and pages, the index queries coded. One launch for few rows."""
+        together = (
+            bool(compressors)
+            and {"rows", "store", "compress"} <= self.enabled
+            and len(q) <= TOGETHER_ROWS
+            and rows.per_sequence <= compressor.MAX_DECODE_ROWS
+            and rows.rings.data_ptr() == slots.data_ptr()
+        )
+
+        def at_once(q: Tensor) -> Queries | None:
+            given = [
+                row_work.Compression(c.values, c.weights.ape, c.weights.norm, c.state, c.part)
+                for c in compressors
+            ]
+            asked, coded = None, queries
+            if queries is not None and "index" in self.enabled:
+                codes, weights = self._index_room(queries.psi)
+                asked = row_work.IndexQueries(queries.psi, queries.omega, codes, weights)
+                coded = queries._replace(coded=(codes, weights))
+            row_work.row_work(
+                q, k, k_norm, rope, rows.slots, rows.positions, rows.tables, slots, pages, window,
+                rows.per_sequence, compressors[0].weights.ratio, entry_rope, given[0],
+                given[1] if len(given) > 1 else None, asked,
+            )  # fmt: skip
+            return coded
+
+        if together and not self.comparing:
+            return q, at_once(q)
+        if together:
+            self._compare_rows(q, slots, pages, at_once, lambda q: self._apart(
+                q, k, k_norm, rope, entry_rope, rows, window, slots, pages, hadamard, compressors
+            ))  # fmt: skip
+        turned = self._apart(
+            q, k, k_norm, rope, entry_rope, rows, window, slots, pages, hadamard, compressors
+        )
+        return turned, queries
+
+    def _apart(
+        self,
+        q: Tensor,
+        k: Tensor,
+        k_norm: Tensor,
+        rope: Tensor,
+        entry_rope: Tensor | None,
+        rows: Rows,
+        window: Part,
+        slots: Tensor,
+        pages: Tensor,
+        hadamard: Tensor,
+        compressors: list[Projected],
+    ) -> Tensor:
+        """``row_work`` by its parts."""
+        q = self.store(q, k, k_norm, rope, rows, window)
+        for c in compressors:
+            assert entry_rope is not None
+            self.compress(
+                c.values, c.weights, entry_rope, rows, slots, c.state, pages, c.part, hadamard
+            )
+        return q
+
+    def _compare_rows(
+        self,
+        q: Tensor,
+        slots: Tensor,
+        pages: Tensor,
+        at_once: Callable[[Tensor], object],
+        apart: Callable[[Tensor], Tensor],
+    ) -> None:
+        """The launch for all parts against the launches of the parts: the share of bytes that one
+        of them writes otherwise, and the error of q. Leaves everything as it was."""
+        before = [t.clone() for t in (slots, pages)]
+        note = self.compared.setdefault("rows", Compared())
+        note.calls += 1
+
+        def restored() -> list[Tensor]:
+            written = [t.clone() for t in (slots, pages)]
+            for t, old in zip((slots, pages), before, strict=True):
+                t.copy_(old)
+            return written
+
+        self.comparing = False  # the parts' kernels, not plain torch
+        try:
+            wanted_q = apart(q.clone())
+            wanted = restored()
+            got_q = q.clone()
+            at_once(got_q)
+            got = restored()
+            note.worst = max(note.worst, relative_error(got_q, wanted_q))
+            for old, a, b in zip(before, wanted, got, strict=True):
+                changed = (a != old).sum().clamp(min=1)
+                note.worst = max(note.worst, float((a != b).sum() / changed))
+        except Exception as error:
+            note.failure = f"{type(error).__name__}: {error}"[:300]
+            self.enabled.discard("rows")
+            restored()
+        finally:
+            self.comparing = True
+
+    def _index_room(self, psi: Tensor) -> tuple[Tensor, Tensor]:
+        """Results of the index queries' kernel."""
+        codes = torch.empty(psi.shape, dtype=torch.float8_e4m3fn, device=psi.device)
+        return codes, torch.empty(psi.shape[:2], device=psi.device)
+
     def select(
         self,
-        psi: Tensor,
-        omega: Tensor,
-        rope: Tensor,
+        queries: Queries,
         rows: Rows,
         pages: Tensor,
         part: Part,
         hadamard: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Entries of each row, int32 [R, top k] ascending, and their number. psi bf16 [R, H, 128],
-        not rotated yet; omega f32 [R, H]."""
+        """Entries of each row, int32 [R, top k] ascending, and their number."""
+        psi, omega, rope, coded = queries
 
         def torch_path() -> tuple[Tensor, Tensor]:
             turned = plain.rotate(psi.float(), rope).bfloat16()
@@ -456,16 +658,15 @@ class Ops:
             )  # fmt: skip
 
         def kernel() -> tuple[Tensor, Tensor]:
-            num, heads, width = psi.shape
-            device = psi.device
+            num, device = len(psi), psi.device
             if rows.plan is None:
                 make = partial(indexer.new_plan, num, self.arch, device)
                 rows.plan = self._kept(("plan",), num, make)
                 indexer.fill_plan(rows.positions, rows.plan)
             plan = rows.plan
-            codes = torch.empty(num, heads, width, dtype=torch.float8_e4m3fn, device=device)
-            weights = torch.empty(num, heads, device=device)
-            indexer.index_queries(psi, omega, codes, weights, rope)
+            codes, weights = coded or self._index_room(psi)
+            if coded is None:
+                indexer.index_queries(psi, omega, codes, weights, rope)
             room = -(-rows.most // plan.tile) * plan.tile * num
             logits = torch.empty(max(1, room), device=device)
             indexer.index_logits(
@@ -661,6 +862,9 @@ def fitting(shape: ModelShape, tp: int = 1) -> list[str]:
         "swiglu": shape.swiglu_limit == fp4_moe.SWIGLU_LIMIT,
         "store": True,
         "compress": True,
+        "begin": shape.hc_mult == step_ends.STREAMS,
+        "keep": True,
+        "rows": True,
         "index": shape.index_n_heads == indexer.HEADS and shape.index_topk == indexer.TOP_K,
         "attention": True,
         "wo_a": per_group == output_projection.GROUP_HEADS and shape.o_lora_rank % 128 == 0,

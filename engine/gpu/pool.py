@@ -8,6 +8,7 @@ epoch and liveness words between them; checksums cover the live rows only.
 from __future__ import annotations
 
 import atexit
+import logging
 import secrets
 from collections.abc import Sequence
 
@@ -16,11 +17,13 @@ import torch
 from torch import Tensor
 
 from decant.engine.gpu.layout import GpuLayout
-from decant.engine.gpu.memory import Memory, create_memory, open_memory
+from decant.engine.gpu.memory import Memory, create_memory, first_line, open_memory
 from decant.kernels.layout import Part
 from decant.kernels.page_copy import copy_pages
 from decant.protocol.errors import HandoffError, KVPageError
 from decant.protocol.messages import PoolHandle
+
+log = logging.getLogger("decant.engine.gpu")
 
 HEADER_BYTES = 4608  # two units of 2,304, so that pages keep their alignment
 MAGIC = 0x4445_4341_4E54_4750
@@ -109,7 +112,11 @@ class GpuPool:
             return
         if self._is_owner:
             atexit.unregister(self.close)
-            self._header[2] = 0
+            try:
+                self._header[2] = 0
+            except RuntimeError as error:  # the device or its MPS server is lost: nobody reads it
+                log.warning("pool %s ends without notice: %s", self.handle.name[:24],
+                            first_line(error))  # fmt: skip
         self._words.clear()
         empty = torch.empty(0, dtype=torch.uint8)
         self._header = self.pages = self.slots = empty
@@ -156,6 +163,18 @@ class GpuPool:
     def write_streams(self, slots: Tensor, streams: Tensor) -> None:
         """Streams bf16 [n, S, hidden] of the last position into slots int [n]."""
         self._put_streams(self._stream_units(slots, self.layout.streams), streams)
+
+    def keep_streams(
+        self, slots: Tensor, positions: Tensor, per_sequence: int, streams: Tensor
+    ) -> None:
+        """What outlives a step, in plain torch: streams of all valid rows into the rings, those of
+        a sequence's last valid row as the slot's."""
+        live = (positions >= 0).view(-1, per_sequence)
+        # valid, and the row after it is not
+        follows = torch.cat((live[:, 1:], torch.zeros_like(live[:, :1])), 1)
+        last = torch.where((live & ~follows).flatten(), slots, self.dump_slot)
+        self.write_streams(last, streams)
+        self.write_recent(slots, positions, streams)
 
     def read_streams(self, slots: Tensor) -> Tensor:
         """bf16 [n, S, hidden]."""

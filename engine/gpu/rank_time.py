@@ -54,8 +54,8 @@ HELPER_WAIT_S = 120.0  # of helpers and the rank for each other, but for capture
 LATE = 4  # exit status after a phase that was late
 # seconds that a phase may take; "ready" compiles
 DEADLINES_S = {
-    "ready": 200.0, "eager": 60.0, "capture": 60.0, "timed": 30.0, "mixed": 40.0, "prompt": 90.0,
-    "profile": 45.0,
+    "ready": 200.0, "eager": 25.0, "capture": 25.0, "timed": 15.0, "mixed": 40.0, "prompt": 45.0,
+    "profile": 30.0,
 }  # fmt: skip
 
 
@@ -192,7 +192,7 @@ def _capture(
 @dataclass
 class Bench:
     """One rank with its helpers. Attributes: report: what was measured so far; profiled: cases
-    whose kernels are timed one by one, after everything else (the profiler stays in the process)."""
+    whose kernels are timed one by one, after all else (the profiler stays in the process)."""
 
     device: torch.device
     layers: int

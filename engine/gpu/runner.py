@@ -67,6 +67,9 @@ class Runner:
         self.tables = torch.zeros(num, self.width, dtype=torch.int32, device=self.device)
         self._graphs: dict[tuple[int, int], Graph] = {}
         self._graph_memory: Any = None  # of all graphs: they never run at once
+        self._asked: set[tuple[int, int]] = set()  # buckets without a graph that have run
+        self.captures_later = False  # buckets that were not captured at start, when they come again
+        self.wait_s = COMPILE_WAIT_S  # for peers in uncaptured steps
         buffer = chunk_bytes(WINDOW + chunk_rows)
         self._buffer = torch.zeros(2, buffer, dtype=torch.uint8, device=self.device)
 
@@ -122,6 +125,8 @@ class Runner:
         plan's order, good until the next step; streams enter the slots."""
         self._take_tables(body)
         num, size = body.num, body.size
+        if self.captures_later and (num, size) not in self._graphs:
+            self._capture_later(num, size)
         graph = self._graphs.get((num, size))
         if graph is not None:
             graph.inputs.copy_(torch.from_numpy(body.inputs), non_blocking=True)
@@ -140,14 +145,17 @@ class Runner:
         """Streams and logits of all rows; keeps the streams in the slots."""
         streams, h = self.model.trunk(rows, self.pool)
         logits = self.model.logits(h)
-        size = rows.per_sequence
-        live = rows.positions >= 0
-        # a sequence's last valid row: valid, and the row after it is not
-        follows = live.view(-1, size)[:, 1:]
-        follows = torch.cat((follows, torch.zeros_like(live.view(-1, size)[:, :1])), 1).flatten()
-        last = torch.where(live & ~follows, rows.slots, self.pool.dump_slot)
-        self.pool.write_streams(last, streams)
-        self.pool.write_recent(rows.slots, rows.positions, streams)
+        pool, layout = self.pool, self.pool.layout
+
+        def read() -> Tensor:
+            live = rows.positions >= 0
+            recent = pool.read_recent(rows.slots, rows.positions)
+            return torch.cat((recent[live], pool.read_streams(rows.slots[live])))
+
+        self.model.ops.keep(
+            rows, streams, pool.slots, layout.streams, layout.recent,
+            lambda: pool.keep_streams(rows.slots, rows.positions, rows.per_sequence, streams), read,
+        )  # fmt: skip
         return streams, logits
 
     def static_rows(self, num: int, size: int) -> tuple[Rows, Tensor]:
@@ -169,6 +177,18 @@ class Runner:
             ring_tables=self.tables,
         )
         return rows, inputs
+
+    def _capture_later(self, num: int, size: int) -> None:
+        """The second time that a bucket comes. Ranks see the same steps, so they do it together."""
+        if (num, size) not in self._asked:
+            self._asked.add((num, size))
+            return
+        began = time.monotonic()
+        self.capture(num, size)
+        log.info(
+            "graph of %d sequences x %d rows while serving, %.2f s",
+            num, size, time.monotonic() - began,
+        )  # fmt: skip
 
     def capture(self, num: int, size: int) -> None:
         """Make the step of a bucket ready: on a GPU a graph, on a CPU the same calls on the same
@@ -204,20 +224,22 @@ class Runner:
             ):
                 streams, logits = self._step(rows)
             if comm is not None:
-                comm.patience(COMPILE_WAIT_S)
+                comm.patience(self.wait_s)
         except RuntimeError as error:
             raise KernelError(f"capture of {num} x {size} rows failed: {error}") from error
         self._graphs[num, size] = Graph(inputs, logits, streams, graph.replay)
 
     def capture_all(self, max_batch: int, max_rows: int, budget_s: float = 300.0) -> int:
         """Capture every bucket up to max_batch sequences with 1 .. max_rows rows each, within a
-        time budget; what is left runs uncaptured. Returns the number captured.
+        time budget; what is left is captured when it comes the second time. Returns the number
+        captured.
 
         Ranks of a group capture the same buckets: rank 0's clock decides for all."""
         comm = self.model.comm
         if comm is not None and not comm.can_capture:
             log.warning("sums by %s cannot be captured: steps run without graphs", comm.kind)
             return 0
+        self.captures_later = True
         wanted = [
             (num, size)
             for num in BUCKETS
@@ -230,7 +252,7 @@ class Runner:
             if comm is not None:
                 late = bool(comm.host_gather([int(late)])[0][0])
             if late:
-                log.warning("time for graphs is over: %d of %d buckets", i, len(wanted))
+                log.info("%d of %d graphs; the others while serving", i, len(wanted))
                 return i
             self.capture(num, size)
             log.info(

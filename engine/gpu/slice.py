@@ -125,9 +125,11 @@ class Maker:
         )
 
 
-def make_slice(shape: ModelShape, device: torch.device, tp: int, seed: int = 0) -> w.Weights:
+def make_slice(
+    shape: ModelShape, device: torch.device, tp: int, seed: int = 0, maker: type[Maker] = Maker
+) -> w.Weights:
     """Weights of one of ``tp`` ranks for all layers of ``shape``; no MTP layer."""
-    make = Maker(shape, device, tp, seed)
+    make = maker(shape, device, tp, seed)
     return w.Weights(
         embed=make.normal(shape.vocab_size, shape.hidden_size),
         layers=[

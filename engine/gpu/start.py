@@ -6,13 +6,18 @@ agree on how to sum and on the kernels that are right, and capture the same grap
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from decant.engine.checkpoint import Checkpoint
+from decant.engine.gpu import start_record
 from decant.engine.gpu.communicator import Communicator, choose
 from decant.engine.gpu.device import choose_device
 from decant.engine.gpu.draft import GpuDraftEngine
@@ -34,6 +39,26 @@ from decant.protocol.config import Config
 from decant.protocol.errors import CheckpointError, ConfigError
 
 log = logging.getLogger("decant.engine.gpu")
+
+
+class Times:
+    """Seconds of a start's parts, in the log."""
+
+    def __init__(self, who: str) -> None:
+        self._who, self._last = who, time.monotonic()
+        try:  # of the process: what it imported before is part of its start
+            with open("/proc/self/stat") as file:
+                ticks = int(file.read().rsplit(")", 1)[1].split()[19])
+            with open("/proc/uptime") as file:
+                up = float(file.read().split()[0])
+            self._last -= max(0.0, up - ticks / os.sysconf("SC_CLK_TCK"))
+        except (OSError, ValueError, IndexError):
+            pass
+
+    def lap(self, what: str) -> None:
+        now = time.monotonic()
+        log.info("%s: %s %.2f s", self._who, what, now - self._last)
+        self._last = now
 
 
 def _prepare(config: Config, room: Any) -> Checkpoint:
@@ -127,11 +152,28 @@ def build_engine(
     model = _model(checkpoint, device, True, "keys", kernels, comm)
     checkpoint.close()
     drafts = config.draft.num_drafts if config.draft.enabled else 0
-    if graphs:  # what only checks a few steps compiles what these need
-        _compile(config, model, layout, context, role, drafts)
-    if kernels is None:
-        probe(model, layout, device, prefix + "-probe")
+    times = Times(f"{role} rank {rank}")
+    times.lap("device and weights")
+    facts = {
+        "model": checkpoint.model_hash, "role": role, "tp": room.tp, "rank": rank,
+        "context": context, "chunk": config.prefill.chunk_tokens, "drafts": drafts,
+        "batch": config.decode.max_batch, "layout": layout.hash,
+    }  # fmt: skip
+    record = start_record.path_of(device, facts)
+    known = start_record.read(record) if kernels is None and graphs else None
+    if _all_know(comm, known):
+        assert known is not None
+        model.ops.enabled &= known
+    else:
+        if graphs:  # what only checks a few steps compiles what these need
+            _compile(config, model, layout, context, role, drafts)
+            times.lap("kernels compiled")
+        if kernels is None:
+            probe(model, layout, device, prefix + "-probe")
+            times.lap("kernels probed")
     _agree(model.ops, comm)
+    if kernels is None and graphs and device.type == "cuda":
+        start_record.write(record, model.ops.enabled)
     if header is not None and device.type == "cuda":
         pin(header.memory)
     pool = GpuPool.create(prefix, layout, room.pages, room.slots, device, rank)
@@ -145,11 +187,34 @@ def build_engine(
         header,
     )
     if graphs and role == "decode" and device.type == "cuda":
+        again = rank == 0 and _started_before(config)  # in a group rank 0's clock decides
+        budget = config.gpu.graphs_again_s if again else config.gpu.graphs_s
         with torch.inference_mode():
-            engine.runner.capture_all(config.decode.max_batch, 1 + drafts)
+            engine.runner.capture_all(config.decode.max_batch, 1 + drafts, budget)
+        times.lap("graphs")
+    engine.runner.wait_s = PEER_WAIT_S
     if comm is not None:
         comm.patience(PEER_WAIT_S)
     return engine
+
+
+def _all_know(comm: Communicator | None, known: set[str] | None) -> bool:
+    """Whether every rank has a record of its start."""
+    if comm is None:
+        return known is not None
+    return all(row[0] for row in comm.host_gather([int(known is not None)]))
+
+
+def _started_before(config: Config) -> bool:
+    """Whether this worker of this set was there before: then it is waited for. Notes that it was.
+    """
+    if not config.run_dir or not config.instance:
+        return False
+    mark = Path(config.run_dir) / f"{config.instance}.started"
+    was = mark.exists()
+    with contextlib.suppress(OSError):
+        mark.touch()
+    return was
 
 
 def start_engine(
@@ -212,8 +277,20 @@ def build_draft(
     _agree(model.ops, comm)
     drafts, name = config.kv.max_drafts, checkpoint.model_hash
     engine = GpuDraftEngine(model, layout, device, drafts, name, rank)
-    _compile_draft(engine, config.decode.max_batch)
+    times = Times(f"draft rank {rank}")
+    times.lap("device and weights")
+    facts = {
+        "model": name, "role": "draft", "tp": room.tp, "rank": rank, "drafts": drafts,
+        "batch": config.decode.max_batch, "layout": layout.hash,
+    }  # fmt: skip
+    record = start_record.path_of(device, facts)
+    if not _all_know(comm, start_record.read(record)):
+        _compile_draft(engine, config.decode.max_batch)
+        times.lap("kernels compiled")
     engine.warm_up(config.decode.max_batch)
+    times.lap("warm")
+    if kernels is None and device.type == "cuda":
+        start_record.write(record, model.ops.enabled)
     if comm is not None:
         comm.patience(PEER_WAIT_S)
     return engine

@@ -43,7 +43,7 @@ def test_swiglu_codes(width: int, device: str) -> None:
 
 
 def test_codes_are_those_of_the_linears(device: str) -> None:
-    """A norm with a mean square of 1 - eps and weight 1 changes nothing: only the codes are made."""
+    """With a mean square of 1 and weight 1 the norm changes nothing: only codes are made."""
     x = torch.where(torch.rand(4, 256) < 0.5, -1.0, 1.0).bfloat16().to(device)
     made, own = room(4, 256, device), room(4, 256, device)
     op.norm_codes(x, torch.ones(256, dtype=torch.bfloat16, device=device), *made)

@@ -14,6 +14,7 @@ from decant.engine.gpu.engine import GpuEngine
 from decant.engine.gpu.start import start_engine
 from decant.engine.load import load_engine
 from decant.engine.synthetic import make_checkpoint
+from decant.kernels import tuned
 from decant.protocol.config import (
     Config,
     DecodeConfig,
@@ -37,8 +38,16 @@ def configure(folder: Path | None = None, quantise: bool = False) -> Config:
 
 
 @pytest.fixture
-def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What Triton's interpreter needs to run the kernels (as in tests/kernels/conftest.py)."""
+def interpreter(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """What Triton's interpreter needs to run the kernels (as in tests/kernels/conftest.py); it has
+    no CUDA C++."""
+    table = tmp_path / "tuned.json"
+    table.write_text("{}")
+    monkeypatch.setenv("DECANT_TUNED", str(table))
+    tuned._table.cache_clear()
+    request.addfinalizer(tuned._table.cache_clear)
     patch = triton_interpreter._patch_lang_tensor
 
     def patched(tensor: object, scope: object) -> None:

@@ -47,6 +47,10 @@ done += precompile.compile_all([f for f in found if not f["module"]][:1], 90, 1)
 print(json.dumps({"names": names, "done": done, "again": again, "again_s": took}))
 """
 
+# launches of a TP4 rank, by kind of layer and for the rest of a step, one row and 64
+BOUNDS = {"window": 21, "CSA": 26, "HCA": 22, "step": 8}
+BOUNDS_64 = {"window": 22, "CSA": 30, "HCA": 24, "step": 8}
+
 
 @pytest.fixture(scope="module")
 def report() -> Any:
@@ -139,3 +143,21 @@ def test_pieces_are_short_resumable_and_leave_what_they_had(
     assert (tmp_path / "gpu-rank.cut.json").exists() and not (tmp_path / "gpu-rank.json").exists()
     assert report.main() == 1 and ran == ["sums", "rank", "rank"]  # what is there is not run again
     assert "sums: gpu-sums.json is there" in capsys.readouterr().out
+
+
+def test_launches_a_layer() -> None:
+    """Counted without a GPU. Between the kernels of a layer stands nothing of torch but the
+    product of the compressors' bf16 weights."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "decant.engine.gpu.launches", "1", "64"],
+        capture_output=True, text=True, timeout=200, env=environment, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    one, many = [json.loads(line) for line in done.stdout.strip().splitlines()]
+    assert (one["rows"], many["rows"]) == (1, 64)
+    for bound, seen in ((BOUNDS, one["totals"]), (BOUNDS_64, many["totals"])):
+        assert all(seen[kind] <= bound[kind] for kind in bound), seen
+        assert set(bound) == set(seen)
+    layers = [kernel for kind in ("window", "CSA", "HCA") for kernel in one["launches"][kind]]
+    assert not [kernel for kernel in layers if kernel.startswith("torch")]
