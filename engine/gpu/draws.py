@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from decant.engine.sampler import Draw, Row, Sampler
+from decant.protocol.messages import Sampling
 
 ROWS_AT_ONCE = 128  # of one launch: bounds the scratch, which is two floats a logit
 
@@ -103,6 +104,18 @@ class DeviceSampler:
             for i, token in zip(here, self._drawn(taken, chosen).tolist(), strict=True):
                 draws[i] = Draw(int(token))
         return draws
+
+    def warm_up(self, most: int) -> None:
+        """Compile and load what draws of up to so many rows run, before somebody waits for it."""
+        if not self.use_kernel:
+            return
+        allowed = np.ones(self.vocab_size, np.bool_)
+        num = 1
+        while num <= min(most, ROWS_AT_ONCE):
+            logits = torch.zeros(num, self.vocab_size, device=self.device)
+            for some in (None, allowed):
+                self.draw(logits, [Row(Sampling(), 0, 0, 0, allowed=some)] * num)
+            num *= 2
 
     def _fits(self, row: Row) -> bool:
         return self.use_kernel and fits_device(row, self.vocab_size)

@@ -120,6 +120,12 @@ class GpuEngine:
             self._watcher = threading.Thread(target=self._watch_abort, daemon=True)
             self._watcher.start()
 
+    def warm_up(self, most: int) -> None:
+        """What requests need beside the model: draws of up to ``most`` rows, page copies."""
+        if self.device.type == "cuda":
+            self._sampler.warm_up(most)
+            self.pool.pull_pages(self.pool, [0], [0])
+
     # -- steps -------------------------------------------------------------------------------------
 
     def pools(self) -> list[PoolHandle]:

@@ -49,11 +49,16 @@ class GpuModel:
         """site: the boundary before. Returns float32 [R, hidden], of this rank's heads."""
         shape, layout, ops = self.shape, pool.layout, self.ops
         rope = ropes.compressed if attn.ratio else ropes.plain
+        u, aux = site.value, None
+        with ops.beside(len(u)):
+            if attn.aux is not None:
+                aux = plain.mm_f32(u, attn.aux)
         first = ops.linear(site.given, attn.wq_kv, coded=True)
         readers = (attn.wq_b,) if attn.index_wq_b is None else (attn.wq_b, attn.index_wq_b)
         r = ops.norm(first[:, : shape.q_lora_rank], attn.q_norm, readers)
         q = ops.linear(r, attn.wq_b, coded=True).view(len(first), attn.heads, shape.head_dim)
-        compressors, queries = self._projected(attn, number, site.value, r, rope, layout)
+        compressors, queries = self._projected(attn, number, aux, r, rope, layout)
+        ops.join(len(u))
         q, queries = ops.row_work(
             q, first[:, shape.q_lora_rank :], attn.kv_norm, rope,
             ropes.entries[attn.ratio] if attn.ratio else None, rows, window, pool.slots, pool.pages,
@@ -73,17 +78,17 @@ class GpuModel:
         self,
         attn: w.Attention,
         number: int,
-        u: Tensor,
+        aux: Tensor | None,
         r: Tensor | Codes,
         rope: Tensor,
         layout: GpuLayout,
     ) -> tuple[list[Projected], Queries | None]:
-        """Inputs of the layer's compressors, and of the indexer in CSA layers."""
-        if attn.ratio == 0:
+        """Inputs of the layer's compressors, and of the indexer in CSA layers; aux: products of
+        their bf16 weights."""
+        if aux is None:
             return [], None
         ops, shape = self.ops, self.shape
-        assert attn.aux is not None and attn.compressor is not None
-        aux = plain.mm_f32(u, attn.aux)
+        assert attn.compressor is not None
         n = 2 * attn.compressor.ape.shape[1]
         state, part = layout.slots.state[number], layout.pages.keys[number]
         found = [Projected(aux[:, :n], attn.compressor, state, part)]
@@ -94,7 +99,7 @@ class GpuModel:
         state, part = layout.slots.index_state[number], layout.pages.index[number]
         found.append(Projected(aux[:, n:m], attn.index, state, part))
         psi = ops.linear(r, attn.index_wq_b, coded=True)
-        psi = psi.view(len(u), shape.index_n_heads, shape.index_head_dim)
+        psi = psi.view(len(aux), shape.index_n_heads, shape.index_head_dim)
         return found, Queries(psi, aux[:, m : m + shape.index_n_heads], rope)
 
     # -- experts -----------------------------------------------------------------------------------
@@ -103,10 +108,13 @@ class GpuModel:
         """site: the boundary before -> float32 [R, hidden]."""
         ops = self.ops
         assert site.half is not None
-        both = ops.linear(site.given, ffn.shared13, coded=True)
-        g = ops.swiglu(both, (ffn.shared2,))
-        shared = ops.linear(g, ffn.shared2, torch.float32, coded=True)
+        num = len(site.value)
+        with ops.beside(num):
+            both = ops.linear(site.given, ffn.shared13, coded=True)
+            g = ops.swiglu(both, (ffn.shared2,))
+            shared = ops.linear(g, ffn.shared2, torch.float32, coded=True)
         routed = ops.route(site.value, ffn, rows.tokens)
+        ops.join(num)
         return self._joined(ops.experts(site.value, site.half, ffn, routed, shared))
 
     # -- the whole ---------------------------------------------------------------------------------

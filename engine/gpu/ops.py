@@ -7,8 +7,9 @@ configurations that depend on shapes alone, so any sequence of calls can be capt
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -45,7 +46,7 @@ DECODE_ROWS = 64  # above, a linear runs unsplit and needs no scratch; inputs ar
 ROTATE_ROWS = 16  # above, the output projection's input is rotated by a launch of its own
 TOGETHER_ROWS = 16  # above, a layer's row work runs as launches of its parts, which fill the GPU
 CAPTURED_ROWS = 512  # scratch for more rows is of steps that are never captured, and is dropped
-RECENT_SCRATCH = 8
+RECENT_SCRATCH = 24
 MAX_LIST_PAIRS = 1 << 15  # above, the work list is made by sorting
 
 
@@ -139,18 +140,21 @@ class Compared:
 
 @dataclass
 class Ops:
-    """Attributes: enabled: operations whose kernel may run; comparing: run both."""
+    """Attributes: enabled: operations whose kernel may run; comparing: run both; overlap: what
+    ``beside`` has runs on a stream of its own (few rows leave most of the GPU idle)."""
 
     shape: ModelShape
     device: torch.device
     enabled: set[str]
     comparing: bool = False
     tp: int = 1
+    overlap: bool = False
     compared: dict[str, Compared] = field(default_factory=dict)
     _scratch: dict[tuple[Any, ...], Any] = field(default_factory=dict)
     _recent: dict[tuple[Any, ...], Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self._side: Any = None
         self.arch = architecture(self.device) if self.device.type == "cuda" else "sm_90"
         self.enabled &= set(fitting(self.shape, self.tp))
 
@@ -221,6 +225,24 @@ class Ops:
         return self._kept(
             ("linear", num), rows, lambda: fp8_linear.workspace(num, rows, self.device)
         )
+
+    @contextlib.contextmanager
+    def beside(self, rows: int) -> Iterator[None]:
+        """What is launched inside may run beside what is launched after it, up to ``join``. It must
+        share no scratch with that, and what it makes is kept until then."""
+        if not self.overlap or rows > DECODE_ROWS or self.device.type != "cuda":
+            yield
+            return
+        if self._side is None:
+            self._side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self._side.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._side):
+            yield
+
+    def join(self, rows: int) -> None:
+        """Wait on the device for what ``beside`` launched."""
+        if self._side is not None and self.overlap and rows <= DECODE_ROWS:
+            torch.cuda.current_stream(self.device).wait_stream(self._side)
 
     # -- operations --------------------------------------------------------------------------------
 

@@ -55,7 +55,7 @@ LATE = 4  # exit status after a phase that was late
 # seconds that a phase may take; "ready" compiles
 DEADLINES_S = {
     "ready": 200.0, "eager": 25.0, "capture": 25.0, "timed": 15.0, "mixed": 40.0, "prompt": 45.0,
-    "profile": 30.0,
+    "overlap": 20.0, "profile": 30.0,
 }  # fmt: skip
 
 
@@ -258,6 +258,11 @@ class Bench:
                     self.report["prompts"].append(self._prompt(runner, comm, tokens, chunk))
                 save(self.report)
             for row, case in list(zip(self.report["steps"], self.cases, strict=False)):
+                if self.profiled > 0 and comm is None and not late() and "graph_ms" in row:
+                    with self._watch.phase("overlap", case.name):
+                        self._overlap(runner, case, row)
+                    save(self.report)
+            for row, case in list(zip(self.report["steps"], self.cases, strict=False)):
                 if self.profiled <= 0 or comm is not None or late() or "graph_ms" not in row:
                     continue
                 self.profiled -= 1
@@ -400,6 +405,26 @@ class Bench:
             row["failure"] = f"{type(error).__name__}: {error}"[:300]
             self.save(self.report)
             raise  # ranks that do not know of each other any more: the process ends
+
+    def _overlap(self, runner: Runner, case: Case, row: Report) -> None:
+        """The step with what may run side by side on two streams: its time, and whether it has the
+        same bits. A device that refuses it keeps the other graph."""
+        key = (case.num, case.size)
+        graph, ops = runner._graphs[key], runner.model.ops
+        graph.replay()
+        wanted = graph.logits.clone()
+        ops.overlap = True
+        try:
+            runner.capture(*key)
+            other = runner._graphs[key]
+            other.inputs.copy_(graph.inputs)
+            row["overlap_ms"] = self._timed(None, case.num * case.size, 0, 20, other.replay)
+            row["overlap_same"] = bool(torch.equal(other.logits, wanted))
+        except Exception as error:  # noqa: BLE001  a result too
+            row["overlap_failure"] = f"{type(error).__name__}: {error}"[:300]
+        finally:
+            ops.overlap = False
+            runner._graphs[key] = graph
 
     def _profile(self, run: Callable[[], object]) -> list[Report]:
         """One step, kernel by kernel: {kernel, launches, us}, the longest first."""

@@ -192,6 +192,10 @@ def build_engine(
         with torch.inference_mode():
             engine.runner.capture_all(config.decode.max_batch, 1 + drafts, budget)
         times.lap("graphs")
+    if graphs:
+        with torch.inference_mode():
+            engine.warm_up(config.decode.max_batch * (1 + drafts) if role == "decode" else 1)
+        times.lap("draws and copies")
     engine.runner.wait_s = PEER_WAIT_S
     if comm is not None:
         comm.patience(PEER_WAIT_S)

@@ -34,7 +34,7 @@ def test_every_kernel_under_the_interpreter(interpreter: None) -> None:
         assert not what.failure and what.worst <= TOLERANCES[operation], (operation, what)
 
 
-def test_a_wrong_kernel_is_switched_off() -> None:
+def test_a_wrong_kernel_is_switched_off(interpreter: None) -> None:
     """A kernel that raises, and one that is off, do not run after the probe."""
     shape = parse_shape(config_table(1, "tiny"))
     model = GpuModel(shape, make_slice(shape, CPU, 1), Ops.create(shape, CPU, {"wo_a", "moe"}))
