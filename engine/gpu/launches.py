@@ -43,11 +43,11 @@ NO_LAUNCH = frozenset(
 KINDS = {0: "window", 4: "CSA", 128: "HCA"}
 
 
-class Torch(TorchDispatchMode):
+class Torch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts torch's launches."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.seen: Counter[str] = Counter()
 
     def __torch_dispatch__(
@@ -117,7 +117,8 @@ def launches(run: Callable[[Sums], object], ranks: int) -> Counter[str]:
             note(lambda: run(sums), kernels)
     finally:
         plain.mm_f32 = before
-    return kernels + seen.seen + sums.seen
+    counts: Counter[str] = seen.seen
+    return kernels + counts + sums.seen
 
 
 def of_layers(rows: int, tp: int = 4) -> dict[str, dict[str, int]]:

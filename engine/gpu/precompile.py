@@ -165,8 +165,8 @@ def dry_steps(
         rows, _ = runner.static_rows(num, size)
         runner._step(rows)
     length = runner.width * runner.pool.layout.page_tokens
-    rows = runner.chunk_rows
-    for count in sorted({min(c, rows, length) for c in (*chunks, rows)} if chunks else ()):
+    most = runner.chunk_rows
+    for count in sorted({min(c, most, length) for c in (*chunks, most)} if chunks else ()):
         pages = -(-count // runner.pool.layout.page_tokens)
         ids = np.zeros(count, np.int32)
         runner.prefill(PrefillChunk(0, 0, ids, tuple(range(pages))))

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -40,7 +41,7 @@ def wanted_by(config: Config, role: str) -> list[dict[str, str]]:
     """Kernels that rank 0 of a role would launch (see precompile.note); other ranks launch the
     same."""
     cpu = torch.device("cpu")
-    room = {"decode": config.decode, "prefill": config.prefill, "draft": config.draft}[role]
+    room: Any = {"decode": config.decode, "prefill": config.prefill, "draft": config.draft}[role]
     checkpoint = Checkpoint(model_folder(config))
     shape = checkpoint.shape
     layout = GpuLayout(shape, config.kv.page_tokens, config.kv.max_drafts)
