@@ -385,7 +385,7 @@ class Ops:
         """RMSNorm of x bf16 [R, K], for the linears that read it."""
         eps = self.shape.rms_norm_eps
         return self._coded(
-            "norm", eps == activations.EPS, *x.shape, readers,
+            "norm", eps == activations.EPS, len(x), x.shape[1], readers,
             lambda codes, factors: activations.norm_codes(x, weight, codes, factors),
             lambda: plain.rms_norm(x, weight, eps),
         )  # fmt: skip
@@ -412,7 +412,7 @@ class Ops:
             assert weight.codes is not None and weight.scale is not None
             given = x
             if coded and self.comparing and isinstance(x, Tensor):
-                room = self._room("compared", *x.shape, (weight,))
+                room = self._room("compared", len(x), x.shape[1], (weight,))
                 assert room is not None
                 fp8_linear.quantise(x, *room)
                 given = room

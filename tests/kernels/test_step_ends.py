@@ -16,7 +16,8 @@ def test_begin(width: int, device: str) -> None:
     compressed = 160000.0 ** (-torch.arange(32) / 32)
     streams = torch.zeros(4, 4, width, dtype=torch.bfloat16, device=device)
     ropes = torch.full((4, 4, 64), float("nan"), device=device)
-    given = [t.to(device) for t in (tokens, positions, embedding, plain, compressed)]
+    moved = [t.to(device) for t in (tokens, positions, embedding, plain, compressed)]
+    given = (moved[0], moved[1], moved[2], moved[3], moved[4])
     op.begin(*given, streams, ropes)
     wanted_streams, wanted = op.begin_ref(tokens, positions, embedding, plain, compressed)
     assert torch.equal(streams.cpu(), wanted_streams)
