@@ -71,6 +71,7 @@ class Tried:
     us: float | None = None
     error: float | None = None
     problem: str = ""
+    earlier: bool = False  # taken from the report of an earlier run
 
     @property
     def is_default(self) -> bool:
@@ -167,7 +168,8 @@ def _linear() -> Iterator[Job]:
                 _options(kb=kb, tokens=max(8, tokens), rows=rows, threads=threads)
                 for rows, kb, threads in WIDE
             )
-            narrow = tuple(_options(kb=kb, tokens=t) for t in tiles for kb in (8, 4, 2))
+            few = (8, 4, 2) if tokens <= 16 else (4, 2) if k == 512 else (4,)
+            narrow = tuple(_options(kb=kb, tokens=t) for t in tiles for kb in few)
             arguments = {"tokens": tokens, "n": n, "k": k}
             yield Job(f"linear_{k}", tokens, "linear", arguments, (wide + narrow,))
     for tokens, tiles in rooms.items():
@@ -480,11 +482,27 @@ def warm_triton(todo: list[Job], seconds: float) -> None:
         worker.close()
 
 
+def earlier_results(reports: list[Path], arch: str) -> dict[str, Tried]:
+    """What reports of earlier runs say of Triton with the table beside the kernel, by line."""
+    found: dict[str, Tried] = {}
+    for path in reports:
+        for job in json.loads(path.read_text())["jobs"]:
+            for t in job["tried"] if job["arch"] == arch else []:
+                if t["implementation"] == "triton" and not t["options"] and t["us"] is not None:
+                    found[job["label"]] = Tried({}, "triton", t["us"], t["error"], "", True)
+    return found
+
+
 def measure_job(
-    job: Job, ask: Worker, arch: str, until: float, current: tuned.Choice | None = None
+    job: Job,
+    ask: Worker,
+    arch: str,
+    until: float,
+    current: tuned.Choice | None = None,
+    known: Tried | None = None,
 ) -> Outcome:
-    """Triton first, then what the table has now, then the stages; later stages build on the best
-    so far."""
+    """Triton first (or what an earlier run found of it), then what the table has now, then the
+    stages; later stages build on the best so far."""
     outcome = Outcome(job)
 
     def one(options: Options) -> None:
@@ -502,7 +520,10 @@ def measure_job(
             tried.problem = answer.get("problem", "")
         outcome.tried.append(tried)
 
-    one({})
+    if known is None:
+        one({})
+    else:
+        outcome.tried.append(known)
     if current is not None and current.options:
         one(dict(current.options))
     for i, stage in enumerate(job.stages):
@@ -571,6 +592,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--compile-seconds", type=float, default=150.0)
     parser.add_argument("--compile-only", metavar="ARCH", help="compile for it and stop")
     parser.add_argument("--base", type=Path, help="table whose other operations are kept")
+    text = "reports (autotune.json): Triton's times of lines there are not measured again"
+    parser.add_argument("--known", type=Path, nargs="*", default=[], help=text)
     parser.add_argument("--join", nargs=2, type=Path, metavar=("OLD", "NEW"), help="see join")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
@@ -597,6 +620,7 @@ def main(argv: list[str]) -> int:
     arch = architecture()
     arguments.out.mkdir(parents=True, exist_ok=True)
     failed = compile_all(todo, arch, arguments.compile_seconds)
+    known_times = earlier_results(arguments.known, arch)
     warm_triton(todo, arguments.compile_seconds)
     until, asker, outcomes = time.monotonic() + arguments.seconds, Worker(), []
     with contextlib.closing(asker):
@@ -605,7 +629,8 @@ def main(argv: list[str]) -> int:
                 print(f"time is up before {job.label}")
                 break
             now = dict(base.get((arch, job.op), ())).get(job.bound)
-            outcomes.append(measure_job(job, asker, arch, until, now))
+            old = known_times.get(job.label)
+            outcomes.append(measure_job(job, asker, arch, until, now, old))
             write(outcomes, failed, arch, arguments.out, base)
             print(summary(outcomes[-1]), flush=True)
     return 0

@@ -10,6 +10,7 @@ import bisect
 import datetime
 import json
 import math
+import os
 import statistics
 import subprocess
 import sys
@@ -149,7 +150,9 @@ def measure_ceilings(
 
 
 def commit() -> str:
-    """Short commit of the working tree, or "unknown"."""
+    """Short commit of the working tree (``DECANT_COMMIT`` where there is no git), or "unknown"."""
+    if named := os.environ.get("DECANT_COMMIT"):
+        return named
     try:
         done = subprocess.run(
             ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"],

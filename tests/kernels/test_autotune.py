@@ -3,6 +3,7 @@ back, and a worker's death is an answer."""
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -66,6 +67,40 @@ def test_tables_are_joined_line_by_line(tmp_path: Path) -> None:
     read = tuned.parse(new.read_text())
     assert read["sm_90", "x"] == ((1, a), (8, b), (64, b))
     assert read["sm_90", "y"] == ((1, a),)
+
+
+class Answers:
+    """A worker that measures nothing."""
+
+    def __init__(self, us: dict[str, float]) -> None:
+        self.us, self.asked = us, list[dict[str, Any]]()
+
+    def ask(self, question: dict[str, Any], seconds: float) -> dict[str, Any]:
+        self.asked.append(question)
+        return {"us": self.us.get(str(question["options"].get("tokens")), 50.0), "error": 0.0}
+
+
+def test_what_is_known_is_not_measured_again(tmp_path: Path) -> None:
+    stages = (
+        {"cluster": 16, "tokens": 1, "fn_shared": 1},
+        {"cluster": 16, "tokens": 2, "fn_shared": 1},
+    )
+    job = Job("mhc", 8, "boundary", {"tokens": 8}, (stages,))
+    autotune.write([Outcome(job, [Tried({}, "triton", 12.5)])], {}, "sm_90", tmp_path, {})
+    known = autotune.earlier_results([tmp_path / "autotune.json"], "sm_90")
+    assert autotune.earlier_results([tmp_path / "autotune.json"], "sm_120") == {}
+    worker = Answers({"1": 9.0, "2": 13.0})
+    now = tuned.Choice("cuda", {"cluster": 8, "tokens": 1, "fn_shared": 0})
+    found = autotune.measure_job(job, worker, "sm_90", 1e18, now, known[job.label])  # type: ignore[arg-type]
+    assert [q["options"] for q in worker.asked] == [now.options, *stages]  # what is in use first
+    assert found.tried[0].earlier and found.tried[0].us == 12.5
+    assert found.line() == (8, tuned.Choice("cuda", now.options))
+
+
+def test_lines_are_chosen_by_name() -> None:
+    labels = [(j.op, j.bound) for j in autotune.jobs(["mhc:8", "gate", "mhc:1"])]
+    assert labels[0] == ("mhc", 8) and labels[-1] == ("mhc", 1)
+    assert {op for op, _ in labels[1:-1]} == {"gate"}
 
 
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="the worker would live")
