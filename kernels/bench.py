@@ -228,7 +228,7 @@ def main(argv: list[str]) -> int:
     from decant.kernels.config import architecture
 
     parser = argparse.ArgumentParser(prog="decant bench-kernels", description=main.__doc__)
-    named = "operations to run, in this order; all if none is named"
+    named = "operations, or moe:mxfp4, linear:64, to run in this order; all if none is named"
     parser.add_argument("op", nargs="*", help=named)
     parser.add_argument(
         "--most", type=int, default=1 << 30, help="skip cases of more tokens or rows"
@@ -237,7 +237,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no case after this")
     arguments = parser.parse_args(argv)
     known = {case.op for case in cases()}
-    unknown = set(arguments.op) - known
+    unknown = {op.partition(":")[0] for op in arguments.op} - known
     if unknown:
         parser.error(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(sorted(known))}")
     if not torch.cuda.is_available():
@@ -250,7 +250,7 @@ def main(argv: list[str]) -> int:
     print(f"copy {ceilings.copy_gbs:.0f} GB/s, bf16 8192^3 {ceilings.bf16_tflops:.0f} TFLOP/s")
     records: list[dict[str, Any]] = []
     failed = 0
-    wanted = [c for op in arguments.op for c in cases() if c.op == op] or list(cases())
+    wanted = [c for op in arguments.op for c in cases() if c.answers(op)] or list(cases())
     wanted = [c for c in wanted if c.rows <= arguments.most]
     for case in wanted:
         if time.monotonic() > until:

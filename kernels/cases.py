@@ -49,6 +49,11 @@ class Case:
         given = self.build.keywords
         return int(max(given.get("tokens", 0), given.get("rows", 0)))
 
+    def answers(self, name: str) -> bool:
+        """Whether the case is meant by an operation, or operation:value of one of its arguments."""
+        op, _, value = name.partition(":")
+        return op == self.op and value in ("", *map(str, self.build.keywords.values()))
+
 
 def relative(got: torch.Tensor, expected: torch.Tensor) -> float:
     """Norm of the difference over the norm of the expected tensor; NaN counts as infinite."""
