@@ -298,11 +298,11 @@ CUDA_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 CUDA_TILE, CUDA_HEADS = 32, 16
 
 
-def cuda_shared_bytes(ring: int) -> int:
+def cuda_shared_bytes(ring: int, splits: int) -> int:
     """Shared memory of a block of ``csrc/attention.cu``."""
     keys, raw = CUDA_TILE * (512 * 2 + 16), CUDA_TILE * (DATA_BYTES + SCALE_BYTES)
     scores = 4 * CUDA_HEADS * 36 * 4
-    return keys + ring * raw + scores + CUDA_HEADS * 80 + 3 * CUDA_HEADS * 4
+    return keys + ring * raw + scores + CUDA_HEADS * 80 + (1 + 2 * splits) * CUDA_HEADS * 4
 
 
 def cuda_problem(options: Mapping[str, int], arch: str) -> str:
@@ -310,7 +310,8 @@ def cuda_problem(options: Mapping[str, int], arch: str) -> str:
     most = cuda.PORTABLE_CLUSTER if arch == "sm_120" else 16
     if options["splits"] not in (1, 2, 4, 8, 16) or options["splits"] > most:
         return f"{options['splits']} blocks are no cluster of {arch}"
-    if options["ring"] < 2 or cuda_shared_bytes(options["ring"]) > SHARED_MEMORY_LIMIT[arch]:
+    shared = cuda_shared_bytes(options["ring"], options["splits"])
+    if options["ring"] < 2 or shared > SHARED_MEMORY_LIMIT[arch]:
         return f"a ring of {options['ring']} buffers"
     return ""
 
@@ -378,12 +379,12 @@ def sparse_mla_decode(
         )  # fmt: skip
         cuda.launch(
             kernel, (splits, rows, triton.cdiv(heads, CUDA_HEADS)), (256, 1, 1),
-            cuda_shared_bytes(ring),
+            cuda_shared_bytes(ring, splits),
             q, slots, pages, slot_of_row, position_of_row, page_table, selected, selected_count,
             sink, out, cuda.Int64(slot_stride), cuda.Int64(window.offset), cuda.Int64(page_stride),
             cuda.Int64(part.offset if part else 0), cuda.Int64(page_table.stride(0)), heads,
             window.rows, part.rows if part else 1, max(ratio, 1), top_k, SCALE * math.log2(math.e),
-            cluster=splits,
+            cluster=splits, overlap=True,
         )  # fmt: skip
         return out
     config = lookup(CONFIGS[arch, kind], rows)

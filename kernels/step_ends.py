@@ -141,5 +141,3 @@ def begin_ref(
         ropes.append(torch.cat((angle.double().cos(), angle.double().sin()), -1).float())
     streams = embedding[tokens.long()][:, None].expand(-1, STREAMS, -1)
     return streams, torch.stack(ropes)
-
-

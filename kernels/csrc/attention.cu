@@ -14,21 +14,24 @@ constexpr int K_STRIDE = CHANNELS * 2 + 16;  // bytes: 16 of padding keep matrix
 constexpr int S_STRIDE = 36, P_STRIDE = 80;  // floats, bytes
 constexpr int RAW = TILE * K_STRIDE, RAW_BYTES = TILE * (DATA + SCALES);
 constexpr int SCORES = RAW + RING * RAW_BYTES, PROBS = SCORES + 4 * HEADS * S_STRIDE * 4;
-constexpr int ALPHA = PROBS + HEADS * P_STRIDE, PEAKS = ALPHA + HEADS * 4, TOTALS = PEAKS + HEADS * 4;
+constexpr int ALPHA = PROBS + HEADS * P_STRIDE, PEAKS = ALPHA + HEADS * 4;  // of all ranks
+constexpr int TOTALS = PEAKS + SPLITS * HEADS * 4;
 constexpr float LOG2E = 1.4426950408889634f;
 static_assert(HEADS * CHANNELS * 4 <= RAW, "the result of a block takes the place of its keys");
 
 struct Keys {
   const u8 *window, *pages;
   const int *table, *selected;
-  int window_first, window_keys, entries, ring_rows, page_rows;
+  int window_first, window_keys, entries, ring_rows, page_rows, top_k;
   i64 page_stride;
 
   DEVICE bool in_window(int j) const { return j < WINDOW; }
   DEVICE bool live(int j) const { return j < WINDOW ? j < window_keys : j - WINDOW < entries; }
+  // Of keys that are not live it is whatever stands there, and nobody uses it.
   DEVICE int entry(int j) const {
-    if (KIND == 0 || in_window(j) || !live(j)) return 0;
-    return KIND == 1 ? selected[j - WINDOW] : j - WINDOW;
+    if (KIND == 0 || in_window(j)) return 0;
+    if (KIND == 2) return j - WINDOW;
+    return j - WINDOW < top_k ? selected[j - WINDOW] : 0;
   }
   DEVICE int page(int j, int entry) const {
     return KIND == 0 || in_window(j) || !live(j) ? 0 : table[entry / page_rows];
@@ -43,7 +46,7 @@ struct Keys {
       scale = window + (i64)ring_rows * DATA + row * SCALES;
     } else {
       const u8* base = pages + page * page_stride;
-      const int row = entry % page_rows;
+      const int row = is_live ? entry % page_rows : 0;
       data = base + (i64)row * DATA;
       scale = base + (i64)page_rows * DATA + row * SCALES;
     }
@@ -89,16 +92,25 @@ attend_kernel(const u8* q, const u8* slots, const u8* pages, const int* slot_of_
               int ring_rows, int page_rows, int ratio, int top_k, float qk_scale) {
   SHARED_BYTES(shared);
   let_next_start();
+  if (SPLITS > 1) cluster_arrive();  // everybody is there: waited for before the first word is sent
   await_previous();
   const int thread = thread_id(), warp = thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
   const int split = block_x(), row = block_y(), first_head = block_z() * HEADS;
+  const int key = thread / 8, part = thread % 8;  // which key of a tile this thread fetches
+  Keys keys;
+  keys.selected = selected + (i64)row * top_k, keys.top_k = top_k;
+  // Entries are looked up as if all were selected, before it is known how many are.
+  constexpr int AHEAD = RING + 1;
+  const int guess = (WINDOW_TILES + top_k / TILE) * split / SPLITS;
+  int entry[AHEAD], page[RING];
+  if (KIND == 1) {
+    UNROLL for (int i = 0; i < AHEAD; i++) entry[i] = keys.entry((guess + i) * TILE + key);
+  }
   const int position = position_of_row[row];
   const i64 slot = slot_of_row[row];
-  Keys keys;
   keys.window = slots + slot * slot_stride + window_offset;
   keys.pages = pages + part_offset;
   keys.table = page_table + slot * table_stride;
-  keys.selected = selected + (i64)row * top_k;
   keys.window_keys = min_(position + 1, WINDOW);
   keys.window_first = position + 1 - keys.window_keys;
   keys.entries = KIND == 0 ? 0 : KIND == 1 ? selected_count[row] : (position + 1) / ratio;
@@ -106,10 +118,10 @@ attend_kernel(const u8* q, const u8* slots, const u8* pages, const int* slot_of_
   const int tiles = position < 0 ? 0 : WINDOW_TILES + (keys.entries + TILE - 1) / TILE;
   const int begin = (int)((i64)tiles * split / SPLITS), end = (int)((i64)tiles * (split + 1) / SPLITS);
 
-  // Which key of a tile this thread fetches, and where: entries three tiles ahead, pages two.
-  const int key = thread / 8, part = thread % 8;
-  int entry[RING + 1], page[RING];
-  UNROLL for (int i = 0; i <= RING; i++) entry[i] = keys.entry((begin + i) * TILE + key);
+  // Where the keys lie: entries three tiles ahead, pages two.
+  if (KIND != 1 || begin != guess) {
+    UNROLL for (int i = 0; i < AHEAD; i++) entry[i] = keys.entry((begin + i) * TILE + key);
+  }
   UNROLL for (int i = 0; i < RING; i++) page[i] = keys.page((begin + i) * TILE + key, entry[i]);
   UNROLL for (int i = 0; i < RING - 1; i++) {
     const int tile = begin + i;
@@ -217,24 +229,29 @@ attend_kernel(const u8* q, const u8* slots, const u8* pages, const int* slot_of_
     place[0] = acc[n][0], place[1] = acc[n][1];
     place[8 * CHANNELS] = acc[n][2], place[8 * CHANNELS + 1] = acc[n][3];
   }
-  float *peaks = (float*)(shared + PEAKS), *totals = (float*)(shared + TOTALS);
-  if (lane % 16 == 0) peaks[warp * 2 + lane / 16] = peak, totals[warp * 2 + lane / 16] = total;
-  if (SPLITS > 1) sync_cluster();
-  else sync_block();
+  float *peaks = (float*)(shared + PEAKS), *totals = (float*)(shared + TOTALS);  // [rank][head]
+  if (SPLITS > 1) {  // sixteen lanes have the same head: they send it to the ranks
+    cluster_wait();
+    const int place = split * HEADS + warp * 2 + lane / 16;
+    if (lane % 16 < SPLITS) peer_store(peaks + place, lane % 16, peak), peer_store(totals + place, lane % 16, total);
+    sync_cluster();
+  } else {
+    if (lane % 16 == 0) peaks[warp * 2 + lane / 16] = peak, totals[warp * 2 + lane / 16] = total;
+    sync_block();
+  }
   constexpr int SHARE = CHANNELS / SPLITS;  // channels that this block merges
   for (int i = thread; i < HEADS * SHARE / 4; i += 256) {
     const int head = i / (SHARE / 4), at = split * SHARE + i % (SHARE / 4) * 4;
     if (first_head + head >= heads) continue;
     const float logit = sink[first_head + head] * LOG2E;
     float top = logit;
-    UNROLL for (int s = 0; s < SPLITS; s++)
-      top = maximum(top, SPLITS > 1 ? peer_load(peaks + head, s) : peaks[head]);
+    UNROLL for (int s = 0; s < SPLITS; s++) top = maximum(top, peaks[s * HEADS + head]);
     float denominator = exp2_fast(logit - top), o[4] = {0.0f, 0.0f, 0.0f, 0.0f};
     UNROLL for (int s = 0; s < SPLITS; s++) {
       float v[4];
       const float* from = result + head * CHANNELS + at;
-      const float factor = exp2_fast((SPLITS > 1 ? peer_load(peaks + head, s) : peaks[head]) - top);
-      denominator += (SPLITS > 1 ? peer_load(totals + head, s) : totals[head]) * factor;
+      const float factor = exp2_fast(peaks[s * HEADS + head] - top);
+      denominator += totals[s * HEADS + head] * factor;
       if (SPLITS > 1) {
         peer_load4(from, s, v);
       } else {
@@ -243,8 +260,8 @@ attend_kernel(const u8* q, const u8* slots, const u8* pages, const int* slot_of_
       UNROLL for (int c = 0; c < 4; c++) o[c] += v[c] * factor;
     }
     const float inverse = 1.0f / denominator;
-    UNROLL for (int c = 0; c < 4; c++)
-      Element<OUT>::store(out, ((i64)row * heads + first_head + head) * CHANNELS + at + c, o[c] * inverse);
+    UNROLL for (int c = 0; c < 4; c++) o[c] *= inverse;
+    Element<OUT>::store4(out, ((i64)row * heads + first_head + head) * CHANNELS + at, o);
   }
   if (SPLITS > 1) sync_cluster();  // no block ends while another reads its memory
 }
