@@ -7,21 +7,22 @@ from typing import Any
 
 import pytest
 
-from decant.kernels import autotune, tuned
-from decant.kernels.autotune import Job, Outcome, Tried
+from decant.kernels import autotune, tuned, tuning
+from decant.kernels.autotune import Outcome, Tried
 from decant.kernels.config import Config
+from decant.kernels.tuning import Job
 
 
 @pytest.mark.parametrize("arch", ["sm_90", "sm_120"])
 def test_every_line_has_candidates(arch: str) -> None:
-    todo = autotune.jobs([])
+    todo = tuning.jobs([])
     assert len({(job.op, job.bound) for job in todo}) == len(todo)
     for job in todo:
-        fitting = [o for o in job.stages[0] if not autotune.problem(job, o, arch)]
+        fitting = [o for o in job.stages[0] if not tuning.problem(job, o, arch)]
         # the gate of 64 tokens takes more shared memory than sm_120 has: Triton serves it
         assert fitting or (arch == "sm_120" and job.op == "gate" and job.bound == 64), job.label
         for options in fitting:
-            assert autotune.builds(job, options) or autotune.is_triton(options)
+            assert tuning.builds(job, options) or tuning.is_triton(options)
 
 
 def outcome(bound: int, triton: float | None, *ours: float | None) -> Outcome:
@@ -98,7 +99,7 @@ def test_what_is_known_is_not_measured_again(tmp_path: Path) -> None:
 
 
 def test_lines_are_chosen_by_name() -> None:
-    labels = [(j.op, j.bound) for j in autotune.jobs(["mhc:8", "gate", "mhc:1"])]
+    labels = [(j.op, j.bound) for j in tuning.jobs(["mhc:8", "gate", "mhc:1"])]
     assert labels[0] == ("mhc", 8) and labels[-1] == ("mhc", 1)
     assert {op for op, _ in labels[1:-1]} == {"gate"}
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from decant.kernels import autotune, cuda
+from decant.kernels import cuda, tuning
 from decant.kernels.aot import ptxas
 from decant.protocol.errors import KernelError
 
@@ -25,10 +25,10 @@ WITH_MATRIX = ("fp4_moe", "attention", "linear", "linear_wide", "gate", "gate_fe
 def variants(arch: str) -> dict[str, list[dict[str, int]]]:
     """Constants of every candidate that exists on an architecture, by source."""
     found: dict[str, list[dict[str, int]]] = {}
-    for job in autotune.jobs([]):
-        for options in autotune.candidates(job):
-            if not autotune.problem(job, options, arch):
-                for name, constants in autotune.builds(job, options):
+    for job in tuning.jobs([]):
+        for options in tuning.candidates(job):
+            if not tuning.problem(job, options, arch):
+                for name, constants in tuning.builds(job, options):
                     if constants not in found.setdefault(name, []):
                         found[name].append(constants)
     found["all_reduce"] = [{"IN": 1, "OUT": 1}, {"IN": 0, "OUT": 0}]

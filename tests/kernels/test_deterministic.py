@@ -7,7 +7,7 @@ import cuda_on_host
 import pytest
 import torch
 
-from decant.kernels import autotune, fp4_moe, fp8_linear, gate, mhc, tuned
+from decant.kernels import fp4_moe, fp8_linear, gate, mhc, tuned, tuning
 from decant.kernels import sparse_mla_decode as attention
 
 
@@ -32,8 +32,8 @@ def test_every_line_exists_and_keeps_the_order_of_sums(arch: str) -> None:
             arguments = {"tokens": min(bound, 32 if arch == "sm_120" else 64)}
             if op.startswith("linear"):
                 arguments |= {"n": 4096, "k": int(op.removeprefix("linear_"))}
-            job = autotune.Job(op, bound, "", arguments, ())
-            assert autotune.problem(job, choice.options, arch) == "", (op, bound)
+            job = tuning.Job(op, bound, "", arguments, ())
+            assert tuning.problem(job, choice.options, arch) == "", (op, bound)
         constant = [
             {k: v for k, v in c.options.items() if k not in free.get(op, ("tokens",))}
             for _, c in found
