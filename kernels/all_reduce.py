@@ -20,6 +20,7 @@ Captured and eager calls may be mixed, but every rank must make the same calls i
 
 from __future__ import annotations
 
+import contextlib
 import time
 
 import numpy as np
@@ -131,6 +132,21 @@ class AllReduce:
     def status(self) -> torch.Tensor:
         """int32 [1] on the device: 0, or what ended the group (copy it with a step's results)."""
         return self._status
+
+    def words(self) -> dict[str, list[int]]:
+        """For looking at a group that does not go on: abort and status, this rank's epoch by
+        channel, and the latest epoch that each rank has flagged in each channel. Beside what runs.
+        """
+        with contextlib.ExitStack() as stack:
+            if self.device.type == "cuda":
+                stack.enter_context(torch.cuda.stream(self._side))
+            header = self._memory.own[:HEADER_BYTES].view(torch.int32).to("cpu").tolist()
+        out = {"abort and status": header[ABORT : STATUS + 1],
+               "epochs": header[EPOCHS : EPOCHS + CHANNELS]}  # fmt: skip
+        for rank in range(self.world):
+            places = range(FLAGS + rank, FLAGS + CHANNELS * MAX_RANKS, MAX_RANKS)
+            out[f"flags of {rank}"] = [header[at] for at in places]
+        return out
 
     def check(self) -> None:
         """Raises: KernelError if a call gave up; waits for the device. The group is then of no use

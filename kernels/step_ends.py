@@ -26,7 +26,7 @@ BLOCK = 1024  # channels a program copies
 KINDS = 4  # plain, compressed, entries of ratio 4, entries of ratio 128
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _begin_kernel(
     tokens, positions, embedding, plain, compressed, streams, ropes, rows,
     D: tl.constexpr, BLOCK: tl.constexpr, SHIFT_4: tl.constexpr, SHIFT_128: tl.constexpr,

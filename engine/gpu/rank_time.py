@@ -32,6 +32,7 @@ import torch
 
 from decant.engine.gpu.communicator import Communicator, choose
 from decant.engine.gpu.header import Sizes, StepHeader
+from decant.engine.gpu.ipc import IpcCommunicator
 from decant.engine.gpu.layout import GpuLayout
 from decant.engine.gpu.model import GpuModel
 from decant.engine.gpu.ops import Ops
@@ -220,10 +221,17 @@ class Bench:
         """A phase was late: keep what there is, end the waits of all ranks, then the helpers."""
         self.report["late"] = what
         self.save(self.report)
-        if self._comm is not None:
-            aborting = threading.Thread(target=self._comm.abort, daemon=True)
-            aborting.start()
-            aborting.join(2)
+        comm = self._comm
+        if comm is not None:
+
+            def look() -> None:
+                if isinstance(comm, IpcCommunicator):
+                    self._watch.say(f"sums of the rank: {json.dumps(comm.words())}")
+
+            for act in (look, comm.abort):  # a device that hangs may not answer
+                acting = threading.Thread(target=act, daemon=True)
+                acting.start()
+                acting.join(2)
         for helper in self.helpers:
             helper.terminate()
 
@@ -500,6 +508,7 @@ def main() -> int:
     parser.add_argument("--measure", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     if args.measure is not None:
         measure(args.job, args.measure)
         return 0
