@@ -239,7 +239,7 @@ DEVICE void load_matrices_transposed(u32* r, const void* row) {
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)) : "memory");
 }
 
-// -- matrix products of four warps (sm_90 alone): d [64, N] += a [64, 32] b [N, 32]^T of e4m3 ---------
+// -- matrix products of four warps (sm_90 alone): d [64, n] += a [64, 32] b [n, 32]^T of e4m3 ---------
 // Both operands lie in shared memory, see swizzled_rows; a warp has 16 rows of d, laid out as in mma_f16.
 
 // What this thread wrote to shared memory is there for the matrix unit (then meet the others).
@@ -249,17 +249,17 @@ DEVICE void warps_commit() { asm volatile("wgmma.commit_group.sync.aligned;" :::
 DEVICE void warps_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
 #define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define D16(i) D4(i), D4(i + 4), D4(i + 8), D4(i + 12)
-template <int N> DEVICE void warps_mma_e4m3(float* d, u64 a, u64 b, bool add) {
-  if constexpr (N == 8)
+template <int COLUMNS> DEVICE void warps_mma_e4m3(float* d, u64 a, u64 b, bool add) {
+  if constexpr (COLUMNS == 8)
     asm volatile("{.reg .pred p; setp.ne.b32 p,%6,0;\n"
                  "wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3 {%0,%1,%2,%3},%4,%5,p,1,1;}"
                  : D4(0) : "l"(a), "l"(b), "r"((int)add));
-  else if constexpr (N == 16)
+  else if constexpr (COLUMNS == 16)
     asm volatile("{.reg .pred p; setp.ne.b32 p,%10,0;\n"
                  "wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3 {%0,%1,%2,%3,%4,%5,%6,%7},"
                  "%8,%9,p,1,1;}"
                  : D4(0), D4(4) : "l"(a), "l"(b), "r"((int)add));
-  else if constexpr (N == 32)
+  else if constexpr (COLUMNS == 32)
     asm volatile("{.reg .pred p; setp.ne.b32 p,%18,0;\n"
                  "wgmma.mma_async.sync.aligned.m64n32k32.f32.e4m3.e4m3 {%0,%1,%2,%3,%4,%5,%6,%7,"
                  "%8,%9,%10,%11,%12,%13,%14,%15},%16,%17,p,1,1;}"

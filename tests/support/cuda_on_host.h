@@ -495,7 +495,7 @@ inline void fence_matrix_memory() {}
 inline void warps_begin() {}
 inline void warps_commit() {}
 inline void warps_wait() {}
-template <int N> inline void warps_mma_e4m3(float* d, u64 a, u64 b, bool add) {
+template <int COLUMNS> inline void warps_mma_e4m3(float* d, u64 a, u64 b, bool add) {
   const unsigned char* base = emulation::current->block->shared.data();
   auto element = [=](u64 what, int row, int k) {
     if (what >> 62 != 1 || (what >> 49 & 7)) abort();  // 128-byte swizzle, tiles at multiples of 1024
@@ -504,7 +504,7 @@ template <int N> inline void warps_mma_e4m3(float* d, u64 a, u64 b, bool add) {
     return emulation::e4m3_to_float(base[at ^ ((at >> 7 & 7) << 4)]);
   };
   const int thread = emulation::current->thread % 128, lane = thread % 32;
-  for (int j = 0; j < N / 8; j++)
+  for (int j = 0; j < COLUMNS / 8; j++)
     for (int i = 0; i < 4; i++) {
       const int row = thread / 32 * 16 + lane / 4 + i / 2 * 8, column = j * 8 + lane % 4 * 2 + i % 2;
       double sum = add ? d[j * 4 + i] : 0.0;
