@@ -13,6 +13,10 @@ Data sheet
   waits      bounded in time, and ended by an abort word; a rank that gives up says so in its
              status word, poisons its result with NaN and does so from then on
   floor      (world - 1) * bytes(x) over the link's rate, plus one flag's way
+  beside     ranks that share a GPU (MPS) wait on it, at most 8 programs each: with 96 registers a
+             thread, 256 threads leave room for a block of any other kernel beside them; 512 did
+             not, and a cluster of 16 blocks, which needs nearly all multiprocessors of one GPC,
+             never started while the others waited for its rank: clusters have at most 8
   CPU        the same protocol in numpy over shared memory (x86 order of stores)
 
 Captured and eager calls may be mixed, but every rank must make the same calls in the same order.
@@ -35,6 +39,7 @@ MAX_RANKS = 8
 MIN_SHARE = 1024  # values a channel takes before another one is opened
 HEADER_BYTES = 4096
 ABORT, STATUS, EPOCHS, FLAGS = 0, 1, 8, 32  # places of int32 words in the header
+THREADS = 256  # at most, of a program; see the data sheet
 GRAIN = 8  # values: 16 bytes of the narrowest type
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -178,7 +183,7 @@ class AllReduce:
 
         channels, share = shares(x.numel())
         vectors = share * x.element_size() // 16
-        threads = max(128, min(512, -(-vectors // 32) * 32))
+        threads = max(128, min(THREADS, -(-vectors // 32) * 32))
         function = cuda.function(
             "all_reduce", "all_reduce_kernel", self.arch, IN=TYPES[x.dtype], OUT=TYPES[out.dtype]
         )
