@@ -247,6 +247,8 @@ DEVICE void fence_matrix_memory() { asm volatile("fence.proxy.async.shared::cta;
 DEVICE void warps_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void warps_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 DEVICE void warps_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+// Says to the compiler that a result is there from here on, and not before.
+DEVICE void arrived(float& v) { asm volatile("" : "+f"(v) :: "memory"); }
 #define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define D16(i) D4(i), D4(i + 4), D4(i + 8), D4(i + 12)
 template <int COLUMNS> DEVICE void warps_mma_e4m3(float* d, u64 a, u64 b, bool add) {

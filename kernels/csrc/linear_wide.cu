@@ -107,6 +107,7 @@ linear_wide_kernel(const u8* x, const float* given_factors, const u8* weight, co
       warps_mma_e4m3<TOKENS>(product, w_tile + step * 2, x_tile + step * 2, step > 0);
     warps_commit();
     warps_wait();
+    UNROLL for (int i = 0; i < ACC; i++) arrived(product[i]);
     UNROLL for (int j = 0; j < TOKENS / 8; j++) {
       const float* f = factors + b * TOKENS + j * 8 + t * 2;
       const float f0 = f[0] * w_factor[b], f1 = f[1] * w_factor[b];

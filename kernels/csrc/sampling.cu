@@ -199,7 +199,7 @@ DEVICE float gumbel(u32 bits) {
   return -log_(rest < 0.01f ? near : -log_(u));
 }
 
-KERNEL(THREADS, 1)
+KERNEL(THREADS, (THREADS <= 512 ? 2 : 1))  // blocks a multiprocessor: a row waits more than it works
 sample_kernel(const void* logits, const u32* allowed, const short* counts, const u8* seen,
               const int* slot_of_row, const float* temperature, const float* repetition,
               const float* presence, const float* frequency, const i64* seeds, const int* choices,

@@ -495,6 +495,7 @@ inline void fence_matrix_memory() {}
 inline void warps_begin() {}
 inline void warps_commit() {}
 inline void warps_wait() {}
+inline void arrived(float&) {}
 template <int COLUMNS> inline void warps_mma_e4m3(float* d, u64 a, u64 b, bool add) {
   const unsigned char* base = emulation::current->block->shared.data();
   auto element = [=](u64 what, int row, int k) {
