@@ -16,6 +16,7 @@ import faulthandler
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -509,6 +510,7 @@ def main() -> int:
     args = parser.parse_args()
     torch.set_num_threads(1)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    faulthandler.register(signal.SIGTERM, all_threads=True, chain=True)  # where it was ended
     if args.measure is not None:
         measure(args.job, args.measure)
         return 0
