@@ -113,6 +113,7 @@ class Output(Struct, frozen=True, omit_defaults=True):
     num_choices: int = 1
     logprobs: bool = False
     tool_schemas: str = ""  # JSON list of the declared functions, for typed leniency
+    min_tokens: int = 0  # stop strings match in what comes after so many
 
 
 # ---- membership ----------------------------------------------------------------------------------

@@ -31,18 +31,26 @@ from decant.services.api.usage import account
 from decant.services.api.validate import Fields
 from decant.services.chat.encoding import VERBATIM_SUFFIX
 
+# Fields of vLLM and SGLang that would change the answer: better refused than silently ignored.
+REFUSED = (
+    "bad_words", "allowed_token_ids", "use_beam_search", "truncate_prompt_tokens",
+    "thinking_token_budget", "logits_processors", "custom_logit_processor", "lora_path",
+    "prompt_embeds", "input_embeds", "chat_template", "session_params", "functions",
+)  # fmt: skip
+
 # Known, without effect here: accepted so that clients which always send them work.
 IGNORED = (
     "user", "metadata", "store", "service_tier", "prediction", "safety_identifier", "verbosity",
-    "rid", "request_id", "no_stop_trim", "add_generation_prompt", "separate_reasoning",
-    "stream_reasoning", "web_search_options", "function_call", "functions", "best_of",
+    "rid", "request_id", "add_generation_prompt", "separate_reasoning",
+    "stream_reasoning", "web_search_options", "function_call", "best_of",
     "return_token_ids", "spaces_between_special_tokens",
 )  # fmt: skip
 KNOWN = (
     "model", "messages", "max_completion_tokens", "max_tokens", "temperature", "top_p", "min_p",
     "top_k", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "seed",
     "stop", "stop_token_ids", "ignore_eos", "min_tokens", "skip_special_tokens",
-    "include_stop_str_in_output", "n", "stream", "stream_options", "logprobs", "top_logprobs",
+    "include_stop_str_in_output", "no_stop_trim",
+    "n", "stream", "stream_options", "logprobs", "top_logprobs",
     "tools", "tool_choice", "parallel_tool_calls", "response_format", "reasoning_effort",
     "thinking", "enable_thinking", "chat_template_kwargs", "reasoning", "task", "user_id",
     "cache_salt", "prompt_cache_key", "priority", "continue_final_message", "modalities", "regex",
@@ -75,6 +83,9 @@ def limits_of(backend: Backend) -> Limits:
 
 def check_fields(fields: Fields, known: tuple[str, ...], config: GatewayConfig) -> None:
     """Unknown fields are ignored, or refused with ``strict_fields``."""
+    for name in REFUSED:
+        if fields.data.get(name):
+            raise unsupported(f"{name} is not supported.", name)
     if config.strict_fields:
         for name in fields.data:
             if name not in known:
@@ -93,6 +104,12 @@ def read_stream_options(fields: Fields) -> tuple[bool, bool, bool]:
     return is_streamed, options.boolean("include_usage"), continuous
 
 
+def shows_stop(fields: Fields) -> bool:
+    """Whether a stop string that matched stays in the text: vLLM's field or SGLang's."""
+    named = [fields.boolean(name) for name in ("include_stop_str_in_output", "no_stop_trim")]
+    return any(named)
+
+
 def read_salt(fields: Fields) -> str:
     """Whoever names a tenant gets a prefix cache of its own: no two namings give one salt."""
     parts = [fields.string(f, longest=256) for f in ("user_id", "cache_salt", "prompt_cache_key")]
@@ -107,6 +124,8 @@ def parse(data: Any, backend: Backend, tenant: str = "") -> Request:
     model = models.check(fields, backend.model)
     if fields.has("modalities") and fields.array("modalities", 8) != ["text"]:
         raise unsupported("This model writes text only.", "modalities")
+    if fields.get("echo"):
+        raise unsupported("echo is a field of /v1/completions.", "echo")
     if fields.has("audio"):
         raise unsupported("This model writes text only.", "audio")
     conversation = read_conversation(fields, config)
@@ -124,18 +143,19 @@ def parse(data: Any, backend: Backend, tenant: str = "") -> Request:
     is_parallel = fields.boolean("parallel_tool_calls", True)
     found = grammars.for_chat(fields, conversation, is_parallel, backend.model.added_ids)
     functions = [t["function"] for t in conversation.tools]
+    top_prompt = read_prompt_logprobs(fields)
+    sampling = read_sampling(fields, limits, max_tokens, top if has_logprobs else -1, top_prompt)
     output = Output(
         thinking=conversation.starts_thinking,
         tools=[f["name"] for f in functions],
         stop=read_stops(fields),
-        include_stop=fields.boolean("include_stop_str_in_output"),
+        include_stop=shows_stop(fields),
         skip_special_tokens=fields.boolean("skip_special_tokens", True),
         num_choices=num_choices,
         logprobs=has_logprobs,
         tool_schemas=json.dumps(functions) if functions else "",
+        min_tokens=sampling.min_tokens,
     )
-    top_prompt = read_prompt_logprobs(fields)
-    sampling = read_sampling(fields, limits, max_tokens, top if has_logprobs else -1, top_prompt)
     job = Job(
         kind="chat",
         prompt=conversation.prompt(),

@@ -13,7 +13,7 @@ from typing import Any
 from decant.protocol.errors import InvalidRequest
 from decant.protocol.messages import Output, TextDelta
 from decant.services.api import grammars, logprobs, models, sse
-from decant.services.api.chat import IGNORED, check_fields, limits_of, read_salt
+from decant.services.api.chat import IGNORED, check_fields, limits_of, read_salt, shows_stop
 from decant.services.api.chat import read_stream_options as read_stream
 from decant.services.api.errors import unsupported
 from decant.services.api.generation import Backend, Generation, Job
@@ -35,7 +35,8 @@ KNOWN = (
     "model", "prompt", "suffix", "max_tokens", "temperature", "top_p", "top_k", "min_p",
     "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "seed", "stop",
     "stop_token_ids", "ignore_eos", "min_tokens", "skip_special_tokens",
-    "include_stop_str_in_output", "n", "best_of", "stream", "stream_options", "logprobs", "echo",
+    "include_stop_str_in_output", "no_stop_trim",
+    "n", "best_of", "stream", "stream_options", "logprobs", "echo",
     "user_id", "cache_salt", "prompt_cache_key", "priority", "regex", "ebnf", "response_format",
     "structural_tag", "guided_regex", "guided_grammar",
     "guided_json", "guided_choice", "structured_outputs", "prompt_logprobs", *IGNORED,
@@ -97,11 +98,12 @@ def parse(data: Any, backend: Backend, tenant: str = "") -> Request:
     sampling = read_sampling(fields, limits, most, top, scored)
     output = Output(
         stop=read_stops(fields),
-        include_stop=fields.boolean("include_stop_str_in_output"),
+        include_stop=shows_stop(fields),
         skip_special_tokens=fields.boolean("skip_special_tokens", True),
         plain=True,
         num_choices=num_choices,
         logprobs=top >= 0,
+        min_tokens=sampling.min_tokens,
     )
     found = grammars.for_completion(fields)
     salt, priority = read_salt(fields), fields.integer("priority", 0, -100, 100)

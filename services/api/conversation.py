@@ -39,10 +39,11 @@ EFFORTS = {
 
 @dataclass(frozen=True)
 class ToolChoice:
-    """kind: none, auto, required or named."""
+    """kind: none, auto, required or named. allowed: the tools that may be called; empty: all."""
 
     kind: str = "auto"
     name: str = ""
+    allowed: tuple[str, ...] = ()
 
 
 @dataclass
@@ -79,6 +80,7 @@ class Conversation:
                 "effort": self.effort,
                 "task": self.task,
                 "continue": self.is_continued,
+                "answer": not self.is_continued,
             },
             ensure_ascii=False,
             separators=(",", ":"),
@@ -251,11 +253,27 @@ def read_tool_choice(fields: Fields, names: list[str]) -> ToolChoice:
             raise fields.fail("tool_choice", "is 'required', but there are no tools.")
         return ToolChoice(kind if names else "none")
     choice = Fields(value, f"{fields.path}tool_choice.")
+    if choice.get("type") == "allowed_tools":
+        return _allowed_tools(choice, names)
     function = choice.object("function")
     name = function.string("name") if function else choice.string("name")
     if name not in names:
         raise fields.fail("tool_choice", f"names {name!r:.80}, which is not among the tools.")
     return ToolChoice("named", name)
+
+
+def _allowed_tools(choice: Fields, names: list[str]) -> ToolChoice:
+    """All tools stay in the prompt, only these may be called. Responses has no inner object."""
+    given = choice.object("allowed_tools") or choice
+    kind = given.option("mode", "auto", ("auto", "required"))
+    allowed: list[str] = []
+    for i, tool in enumerate(given.array("tools", MAX_TOOLS, 1)):
+        item = Fields(tool, f"{given.path}tools[{i}].")
+        name = (item.object("function") or item).string("name")
+        if name not in names:
+            raise item.fail("name", f"is {name!r:.80}, which is not among the tools.")
+        allowed.append(name)
+    return ToolChoice(kind, allowed=tuple(allowed))
 
 
 def read_thinking(fields: Fields, config: GatewayConfig) -> tuple[bool, str]:

@@ -82,17 +82,18 @@ def for_chat(
     kind, text, schema = for_text(fields)
     choice, tools = conversation.choice, conversation.tools
     after = ids[END_THINK] if conversation.starts_thinking else -1
+    functions = [t["function"] for t in tools]
+    if choice.allowed:
+        functions = [f for f in functions if f["name"] in choice.allowed]
     if choice.kind in ("required", "named"):
         if kind:
             raise fields.fail("tool_choice", "cannot demand a call beside another grammar.")
-        functions = [t["function"] for t in tools]
         if choice.kind == "named":
             functions = [f for f in functions if f["name"] == choice.name]
         return tuple(
             Grammar("lark", ToolGrammar(functions, ids[DSML], p).required(is_parallel), after)
             for p in (True, False)
         )
-    functions = [t["function"] for t in tools]
     is_strict = bool(functions) and all(f.get("strict") for f in functions)
     if kind in ("json_object", "json_schema") and functions:
         answer = json_grammar(schema or {"type": "object"}).removeprefix("start: ").strip()
@@ -106,7 +107,7 @@ def for_chat(
         if functions:
             raise InvalidRequest(f"{kind} cannot be combined with tools.", kind)
         return (Grammar(kind, text, after),)
-    if is_strict:
+    if is_strict or choice.allowed:
         return tuple(
             Grammar("lark", ToolGrammar(functions, ids[DSML], p).optional(is_parallel), after)
             for p in (True, False)

@@ -103,7 +103,7 @@ def _tool_choice(fields: Fields) -> Any:
         return value
     choice = Fields(value, "tool_choice.")
     if choice.string("type") == "allowed_tools":
-        return choice.option("mode", "auto", ("auto", "required"))
+        return value
     return {"type": "function", "function": {"name": choice.string("name")}}
 
 

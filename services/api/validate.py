@@ -69,10 +69,12 @@ class Fields:
         value = self.data.get(field)
         if value is None:
             return default
+        if isinstance(value, float) and value.is_integer():  # 16.0 is an integer in JSON
+            value = int(value)
         if isinstance(value, bool) or not isinstance(value, int):
             raise self.fail(field, f"must be an integer, not {_kind(value)}.")
         if not low <= value <= high:
-            raise self.fail(field, f"is {value}, it must be {_range(low, high)}.")
+            raise self.fail(field, f"is {value!s:.40}, it must be {_range(low, high)}.")
         return value
 
     def number(

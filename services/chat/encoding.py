@@ -84,6 +84,7 @@ class Prompt:
     effort: str = ""
     task: str = ""
     is_continued: bool = False  # the last assistant message is a prefix to go on from
+    is_answered: bool = False  # the assistant's turn begins, even after a turn of its own
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Prompt:
@@ -95,6 +96,7 @@ class Prompt:
             effort=data.get("effort") or "",
             task=data.get("task") or "",
             is_continued=bool(data.get("continue")),
+            is_answered=bool(data.get("answer")),
         )
 
 
@@ -122,6 +124,10 @@ def render(prompt: Prompt) -> Pieces:
         following = messages[i + 1]["role"] if i + 1 < len(messages) else "assistant"
         if following in ("assistant", LATEST):
             pieces += _header(message, keeps)
+    last = messages[-1]
+    if prompt.is_answered and last["role"] in ("assistant", "system") and not last.get("task"):
+        # The published encoder ends such a prompt without the word to speak.
+        pieces += [ASSISTANT, THINK if prompt.thinking else END_THINK]
     return pieces
 
 
@@ -196,9 +202,13 @@ def _message(message: Message, has_reasoning: bool) -> Pieces:
     if role != "assistant":
         raise InvalidRequest(f"unknown role {role!r}", "messages")
     pieces: Pieces = []
+    text, calls = _text(message), message.get("tool_calls") or []
     if has_reasoning:
-        pieces += [message.get("reasoning_content") or "", END_THINK]
-    pieces += [_text(message), *_calls(message.get("tool_calls") or [])]
+        reasoning = message.get("reasoning_content") or ""
+        pieces.append(reasoning)
+        if not (message.get("wo_eos") and reasoning and not text and not calls):
+            pieces.append(END_THINK)  # else the reasoning itself is to be continued
+    pieces += [text, *_calls(calls)]
     return pieces if message.get("wo_eos") else [*pieces, EOS]
 
 

@@ -45,6 +45,7 @@ class ChoiceStream:
         self._skips_special = output.skip_special_tokens
         self._detokenizer = Detokenizer()
         self._stops = StopMatcher(output.stop, output.include_stop)
+        self._min_tokens = output.min_tokens
         self._parser = Parser(
             output.thinking and not output.plain, tools_from(output.tools, output.tool_schemas)
         )
@@ -128,7 +129,10 @@ class ChoiceStream:
                     last.is_complete or delta.is_complete,
                 )
             piece.tools.append(delta)
-        piece.content += self._stops.push(parsed.content)
+        if self.num_ids <= self._min_tokens:
+            piece.content += parsed.content
+        else:
+            piece.content += self._stops.push(parsed.content)
         if self._stops.matched and not self.finish_reason:
             piece.matched_stop = self._stops.matched
             self._end(piece, "stop")

@@ -16,6 +16,8 @@ _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator
 _FREE = "/(?s:.*)/"
 _TO_END_TAG = "/(?s:.*)<\\//"  # any text up to the bracket of the end tag
 _REFERENCES = ("$defs", "definitions")
+MAX_REFERENCES = 8  # in a row
+MAX_ALTERNATIVES = 8  # of a whole argument object
 
 
 def json_grammar(schema: dict[str, Any]) -> str:
@@ -70,11 +72,19 @@ class ToolGrammar:
 
     def _arguments(self, prefix: str, schema: dict[str, Any]) -> str:
         """Parameters in the order of the schema, optional ones left out or not."""
-        properties = schema.get("properties")
-        if not isinstance(properties, dict) or not properties:
+        variants = _variants(schema)
+        if len(variants) > 1:
+            found = [self._object(f"{prefix}v{i}", v) for i, v in enumerate(variants)]
+            return f"({' | '.join(found)})"
+        return self._object(prefix, variants[0])
+
+    def _object(self, prefix: str, schema: dict[str, Any]) -> str:
+        properties, required = _properties(schema), _required(schema)
+        # What is demanded and not described may be anything.
+        properties = properties | {n: {} for n in required if n not in properties}
+        if not properties:
             return '"\\n"'
-        required = set(schema.get("required") or [])
-        shared = {k: schema[k] for k in _REFERENCES if k in schema}
+        shared = _shared(schema)
         following = '""'
         rules = []
         for i, (name, value) in reversed(list(enumerate(properties.items()))):
@@ -85,7 +95,7 @@ class ToolGrammar:
             rules.append(f'{rule}: ({one}) "\\n"{rest}{skip}')
             following = rule
         self._rules += reversed(rules)
-        return following if required & set(properties) else f'("\\n" | {following})'
+        return following if required else f'("\\n" | {following})'
 
     def _parameter(self, name: str, schema: dict[str, Any], shared: dict[str, Any]) -> str:
         """The alternatives of one parameter: a raw string, a JSON value, or both."""
@@ -117,6 +127,55 @@ class ToolGrammar:
         if isinstance(high, int) and low <= high <= MAX_LENGTH:
             return f"/(?s:.{{{low},{high}}})<\\//"
         return f"/(?s:.{{{low},}})<\\//" if low else _TO_END_TAG
+
+
+def _variants(schema: dict[str, Any]) -> list[dict[str, Any]]:
+    """The objects that the arguments may be: what stands at the top, or one for each alternative
+    there, joined with what stands beside it."""
+    schema = _resolved(schema)
+    for word in ("anyOf", "oneOf"):
+        parts = schema.get(word)
+        if (
+            isinstance(parts, list)
+            and 0 < len(parts) <= MAX_ALTERNATIVES
+            and all(isinstance(p, dict) for p in parts)
+        ):
+            base = {k: v for k, v in schema.items() if k != word}
+            return [_joined(base, _resolved({**_shared(base), **part})) for part in parts]
+    return [schema]
+
+
+def _resolved(schema: dict[str, Any]) -> dict[str, Any]:
+    """What a reference at the top stands for."""
+    for _ in range(MAX_REFERENCES):
+        target = schema.get("$ref")
+        group, _, name = target[2:].partition("/") if isinstance(target, str) else ("", "", "")
+        known = schema.get(group)
+        found = known.get(name) if group in _REFERENCES and isinstance(known, dict) else None
+        if not isinstance(found, dict):
+            break
+        schema = _shared(schema) | found
+    return schema
+
+
+def _shared(schema: dict[str, Any]) -> dict[str, Any]:
+    return {k: schema[k] for k in _REFERENCES if k in schema}
+
+
+def _joined(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
+    """Both at once, as far as parameters go."""
+    properties = _properties(a) | _properties(b)
+    return {**a, **b, "properties": properties, "required": [*_required(a), *_required(b)]}
+
+
+def _properties(schema: dict[str, Any]) -> dict[str, Any]:
+    found = schema.get("properties")
+    return found if isinstance(found, dict) else {}
+
+
+def _required(schema: dict[str, Any]) -> list[str]:
+    found = schema.get("required")
+    return [n for n in found if isinstance(n, str)] if isinstance(found, list) else []
 
 
 def _split(schema: dict[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

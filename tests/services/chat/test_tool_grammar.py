@@ -115,6 +115,39 @@ def test_calls_that_do_not(
     assert not allows(compiler, text, block(v4, "f", arguments))
 
 
+DEFS = {"$defs": {"p": {"type": "object", "properties": {"a": {"type": "integer"}},
+                         "required": ["a"]}}}  # fmt: skip
+PLACE = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
+ODD: list[tuple[dict[str, Any], dict[str, Any], bool]] = [
+    # a reference at the top
+    ({"$ref": "#/$defs/p", **DEFS}, {"a": 1}, True),
+    ({"$ref": "#/$defs/p", **DEFS}, {}, False),
+    ({"$ref": "#/$defs/nobody", **DEFS}, {}, True),
+    ({"$ref": "#/$defs/me", "$defs": {"me": {"$ref": "#/$defs/me"}}}, {}, True),
+    # alternatives at the top
+    ({**PLACE, "anyOf": [{"required": ["a"]}, {"required": ["b"]}]}, {"a": 1}, True),
+    ({**PLACE, "anyOf": [{"required": ["a"]}, {"required": ["b"]}]}, {"b": 1}, True),
+    ({**PLACE, "anyOf": [{"required": ["a"]}, {"required": ["b"]}]}, {}, False),
+    ({"oneOf": [{"$ref": "#/$defs/p"}, {"type": "object"}], **DEFS}, {"a": 1}, True),
+    # demanded, but not described
+    ({"type": "object", "required": ["x"]}, {"x": "anything"}, True),
+    ({"type": "object", "required": ["x"]}, {"x": [1]}, True),
+    ({"type": "object", "required": ["x"]}, {}, False),
+    # nonsense that is no reason to fail
+    ({"type": "object", "required": True, "properties": []}, {}, True),
+    ({"anyOf": [1], "required": [1, None]}, {}, True),
+]
+
+
+@pytest.mark.parametrize(("parameters", "arguments", "is_good"), ODD)
+def test_odd_schemas(
+    parameters: Any, arguments: Any, is_good: bool, v4: Vocabulary, compiler: Compiler
+) -> None:
+    functions = [{"name": "f", "parameters": parameters}]
+    text = ToolGrammar(functions, v4.ids[DSML]).required(True)
+    assert allows(compiler, text, block(v4, "f", arguments)) == is_good
+
+
 def test_blocks(v4: Vocabulary, compiler: Compiler) -> None:
     grammar = ToolGrammar([function(), {"name": "g"}], v4.ids[DSML])
     required = grammar.required(True)
