@@ -220,7 +220,8 @@ async def stops(stage: Stage, seed: int, num: int, minutes: float, stop_s: float
                 source = _again(asks, seed, 1 << 30)
                 await traffic.many(source, 4, partial(_is_past, until))
             answers += traffic.answers
-            pauses[victim] = _waits(traffic.answers)["pause_max_s"]
+            waits = _waits(traffic.answers)  # its streams had perhaps no token yet
+            pauses[victim] = max(waits["pause_max_s"], waits["ttft_p99_s"])
         await asyncio.to_thread(stage.real.wait_ready)
     result: Result = {"stopped": pauses, **stage.compare(answers)}
     return result | await stage.rest(answers)
