@@ -194,7 +194,8 @@ def build_engine(
         times.lap("graphs")
     if graphs:
         with torch.inference_mode():
-            engine.warm_up(config.decode.max_batch * (1 + drafts) if role == "decode" else 1)
+            most = config.decode.max_batch * (1 + drafts) if role == "decode" else 1
+            engine.warm_up(most if rank == 0 else 0)  # rank 0 draws for all
         times.lap("draws and copies")
     engine.runner.wait_s = PEER_WAIT_S
     if comm is not None:
