@@ -16,7 +16,8 @@ constexpr int X_AT = KB * W_BYTES, FACTORS_AT = X_AT + KB * X_BYTES, ACC = TOKEN
 constexpr int RED_STRIDE = ROWS + 4;  // floats
 constexpr int VALUES = 16 / Element<IN>::BYTES;
 constexpr int LANES = MODE == 1 ? 8 : 16;  // threads that bring 128 channels of a token
-constexpr int ITEMS = TOKENS * KB * LANES / THREADS, BATCH = ITEMS < 8 ? ITEMS : 8;
+constexpr int ITEMS = TOKENS * KB * LANES / THREADS, MOST = MODE == 0 && VALUES == 4 ? 4 : 8;
+constexpr int BATCH = ITEMS < MOST ? ITEMS : MOST;
 static_assert(ITEMS >= 1 && ITEMS % BATCH == 0 && KB % K_GROUPS == 0, "shares of work");
 static_assert((K_GROUPS > 1 ? K_GROUPS - 1 : 1) * TOKENS * RED_STRIDE * 4 <= FACTORS_AT,
               "sums take the place of the operands");

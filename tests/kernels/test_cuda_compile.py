@@ -31,6 +31,8 @@ def variants(arch: str) -> dict[str, list[dict[str, int]]]:
                 for name, constants in tuning.builds(job, options):
                     if constants not in found.setdefault(name, []):
                         found[name].append(constants)
+    if arch == "sm_90":
+        found["linear_wide"].append(found["linear_wide"][0] | {"IN": 0})
     found["all_reduce"] = [{"IN": 1, "OUT": 1}, {"IN": 0, "OUT": 0}]
     return found
 
