@@ -22,7 +22,7 @@ static_assert(ITEMS >= 1 && ITEMS % BATCH == 0 && KB % K_GROUPS == 0, "shares of
 static_assert((K_GROUPS > 1 ? K_GROUPS - 1 : 1) * TOKENS * RED_STRIDE * 4 <= FACTORS_AT,
               "sums take the place of the operands");
 
-KERNEL(THREADS, (THREADS <= 256 ? 2 : 1))
+KERNEL(THREADS, (THREADS <= 256 && FACTORS_AT < 112 * 1024 ? 2 : 1))
 linear_wide_kernel(const u8* x, const float* given_factors, const u8* weight, const u8* scale, void* out,
                    int tokens, i64 x_stride, int n, int k) {
   SHARED_TILES(shared);
