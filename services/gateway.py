@@ -56,6 +56,7 @@ from decant.services.serving_metrics import GatewayMetrics
 
 BODY_TIMEOUT_S = 30.0
 KEEP_ALIVE_S = 75.0
+LINGER_S = 2.0  # for the rest of a body that nobody waits for any more, so that the answer is read
 LARGE_BODY_BYTES = 256 << 10  # parsed in a thread
 BODIES_IN_FLIGHT = 4  # times the largest body
 READY_WAIT_S = 30.0  # a worker that is started anew loads its model first
@@ -468,6 +469,7 @@ async def main(config: Config, instance: str) -> None:
         gateway.app(),
         handler_cancellation=True,
         keepalive_timeout=KEEP_ALIVE_S,
+        lingering_time=LINGER_S,
         access_log=None,
         shutdown_timeout=1.0,
     )
