@@ -91,6 +91,7 @@ def _hadamard_kernel(
     rope,
     codes,
     weights,
+    q_stride,
     weights_stride,
     ROTATE: tl.constexpr,
     FACTOR: tl.constexpr,
@@ -100,19 +101,19 @@ def _hadamard_kernel(
     """See ``index_query``."""
     index_query(
         tl.program_id(0).to(tl.int64), tl.program_id(1), q, head_weights, rope, codes, weights,
-        weights_stride, ROTATE, FACTOR, HEADS, BLOCK_H,
+        q_stride, weights_stride, ROTATE, FACTOR, HEADS, BLOCK_H,
     )  # fmt: skip
 
 
 @triton.jit
 def index_query(
-    row, part, q, head_weights, rope, codes, weights, weights_stride,
+    row, part, q, head_weights, rope, codes, weights, q_stride, weights_stride,
     ROTATE: tl.constexpr, FACTOR: tl.constexpr, HEADS: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """Some heads of one row, 128 channels each."""
     head = part * BLOCK_H + tl.arange(0, BLOCK_H)
     i = tl.arange(0, 128)
-    x = tl.load(q + row * HEADS * 128 + head[:, None] * 128 + i[None, :]).to(tl.float32)
+    x = tl.load(q + row * q_stride + head[:, None] * 128 + i[None, :]).to(tl.float32)
     if ROTATE:
         x = to_bf16(rotate_last_64(x, rope + row * 64, 1.0)).to(tl.float32)
     bits = i[:, None] & i[None, :]
@@ -427,12 +428,12 @@ def index_queries(
     rows, heads, width = q.shape
     if head_weights.stride(1) != 1:
         raise ValueError("a row's head weights must be contiguous")
-    if width != INDEX_CHANNELS or not q.is_contiguous():
-        raise ValueError(f"q must be contiguous [rows, heads, 128], not {tuple(q.shape)}")
+    if width != INDEX_CHANNELS or q.stride(1) != width or q.stride(2) != 1:
+        raise ValueError(f"q must be [rows, heads, 128], rows contiguous, not {tuple(q.shape)}")
     block = min(16, heads)
     _hadamard_kernel[(rows, heads // block)](
-        q, head_weights, rope, codes, weights, head_weights.stride(0), ROTATE=rope is not None,
-        FACTOR=HEAD_WEIGHT, HEADS=heads, BLOCK_H=block, num_warps=8,
+        q, head_weights, rope, codes, weights, q.stride(0), head_weights.stride(0),
+        ROTATE=rope is not None, FACTOR=HEAD_WEIGHT, HEADS=heads, BLOCK_H=block, num_warps=8,
     )  # fmt: skip
 
 

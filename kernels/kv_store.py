@@ -86,23 +86,23 @@ def store_key(key, data, scale):
 
 @triton.jit
 def _norm_rope_store_kernel(
-    q, k, k_norm, rope, slot_of_row, position_of_row, extents, stride16, offset16,
-    q_stride, k_stride,
+    q, out, k, k_norm, rope, slot_of_row, position_of_row, extents, stride16, offset16,
+    q_stride, out_stride, k_stride,
     H: tl.constexpr, BLOCK_H: tl.constexpr, RING: tl.constexpr, DATA: tl.constexpr,
     SCALES: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
     """See ``store_row``."""
     store_row(
-        tl.program_id(0).to(tl.int64), tl.program_id(1), q, k, k_norm, rope, slot_of_row,
-        position_of_row, extents, stride16, offset16, q_stride, k_stride, H, BLOCK_H, RING, DATA,
-        SCALES, EPS,
+        tl.program_id(0).to(tl.int64), tl.program_id(1), q, out, k, k_norm, rope, slot_of_row,
+        position_of_row, extents, stride16, offset16, q_stride, out_stride, k_stride, H, BLOCK_H,
+        RING, DATA, SCALES, EPS,
     )  # fmt: skip
 
 
 @triton.jit
 def store_row(
-    row, part, q, k, k_norm, rope, slot_of_row, position_of_row, extents, stride16, offset16,
-    q_stride, k_stride,
+    row, part, q, out, k, k_norm, rope, slot_of_row, position_of_row, extents, stride16, offset16,
+    q_stride, out_stride, k_stride,
     H: tl.constexpr, BLOCK_H: tl.constexpr, RING: tl.constexpr, DATA: tl.constexpr,
     SCALES: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
@@ -112,12 +112,12 @@ def store_row(
     if part * BLOCK_H < H:
         head = part * BLOCK_H + tl.arange(0, BLOCK_H)
         mask = (head < H)[:, None] & (channel >= 0)[None, :]
-        place = q + row * q_stride + head[:, None] * 512 + channel[None, :]
-        x = tl.load(place, mask=mask, other=0.0).to(tl.float32)
+        place = head[:, None] * 512 + channel[None, :]
+        x = tl.load(q + row * q_stride + place, mask=mask, other=0.0).to(tl.float32)
         x = x * tl.rsqrt(tl.sum(x * x, axis=1) / 512 + EPS)[:, None]
         x = rotate_last_64(x, rope + row * 64, 1.0)
         x = tl.where(position >= 0, x, 0.0)
-        tl.store(place, to_bf16(x), mask=mask)
+        tl.store(out + row * out_stride + place, to_bf16(x), mask=mask)
     elif position >= 0:
         x = tl.load(k + row * k_stride + channel).to(tl.float32)
         x = (
@@ -157,8 +157,10 @@ def norm_rope_store(
     extents: torch.Tensor,
     stride: int,
     window: Part,
+    out: torch.Tensor | None = None,
 ) -> None:
-    """Normalise and rotate q [T, H, 512] bf16 in place; store k [T, 512] into the window rings.
+    """Normalise and rotate q [T, H, 512] bf16 into out (as q; None: in place); store k [T, 512]
+    into the window rings.
 
     rope fp32 [T, 64] from ``rope_rows``; extents uint8 with ``stride`` bytes a slot; positions of
     one launch that share a slot must fall into different ring rows. One launch.
@@ -168,9 +170,13 @@ def norm_rope_store(
         raise ValueError(f"q must be [rows, heads, {KEY_CHANNELS}] with contiguous heads")
     if stride % 16 or window.offset % 16:
         raise ValueError("stride and offset must be multiples of 16 bytes")
+    target = q if out is None else out
+    if target.shape != q.shape or target.stride(1) != width or target.stride(2) != 1:
+        raise ValueError(f"out must be [rows, heads, {KEY_CHANNELS}] with contiguous heads")
     block = 4
     _norm_rope_store_kernel[(rows, triton.cdiv(heads, block) + 1)](
         q,
+        target,
         k,
         k_norm,
         rope,
@@ -180,6 +186,7 @@ def norm_rope_store(
         stride // 16,
         window.offset // 16,
         q.stride(0),
+        target.stride(0),
         k.stride(0),
         H=heads,
         BLOCK_H=block,

@@ -65,9 +65,10 @@ class IndexQueries:
     ]
 )  # fmt: skip
 def _row_kernel(
-    q, k, k_norm, rope, entry_rope, slot_of_row, position_of_row, page_table, extents, pages,
+    q, out, k, k_norm, rope, entry_rope, slot_of_row, position_of_row, page_table, extents, pages,
     projected, ape, norm, i_projected, i_ape, i_norm, psi, omega, codes, weights,
-    rows, stride16, page_stride16, table_stride, q_stride, k_stride, p_stride, omega_stride,
+    rows, stride16, page_stride16, table_stride, q_stride, out_stride, k_stride, p_stride,
+    psi_stride, omega_stride,
     window_offset16, state_offset16, part_offset16, i_state_offset16, i_part_offset16,
     H: tl.constexpr, BLOCK_H: tl.constexpr, WINDOW_RING: tl.constexpr, RATIO: tl.constexpr,
     RING: tl.constexpr, ROWS: tl.constexpr, HAS_INDEX: tl.constexpr, I_RING: tl.constexpr,
@@ -81,9 +82,9 @@ def _row_kernel(
     KEY: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
     if part <= KEY:
         store_row(
-            row.to(tl.int64), part, q, k, k_norm, rope, slot_of_row, position_of_row, extents,
-            stride16, window_offset16, q_stride, k_stride, H, BLOCK_H, WINDOW_RING, DATA, SCALES,
-            EPS,
+            row.to(tl.int64), part, q, out, k, k_norm, rope, slot_of_row, position_of_row, extents,
+            stride16, window_offset16, q_stride, out_stride, k_stride, H, BLOCK_H, WINDOW_RING,
+            DATA, SCALES, EPS,
         )  # fmt: skip
     if RATIO > 0:  # noqa: SIM102  a constant: what is behind it is not compiled
         if part == KEY + 1:
@@ -108,8 +109,8 @@ def _row_kernel(
     if HAS_QUERIES:  # noqa: SIM102
         if part > KEY + 2:
             index_query(
-                row.to(tl.int64), part - KEY - 3, psi, omega, rope, codes, weights, omega_stride,
-                True, FACTOR, INDEX_HEADS, BLOCK_I,
+                row.to(tl.int64), part - KEY - 3, psi, omega, rope, codes, weights, psi_stride,
+                omega_stride, True, FACTOR, INDEX_HEADS, BLOCK_I,
             )  # fmt: skip
 
 
@@ -130,9 +131,11 @@ def row_work(
     main: Compression | None = None,
     index: Compression | None = None,
     queries: IndexQueries | None = None,
+    out: torch.Tensor | None = None,
 ) -> None:
-    """One layer's rows: q [T, H, 512] bf16 normalised and rotated in place, k [T, 512] bf16 into
-    the window rings of ``slots`` (uint8 [num, bytes]), compressors into slots and ``pages``.
+    """One layer's rows: q [T, H, 512] bf16 normalised and rotated into out (as q; None: in place),
+    k [T, 512] bf16 into the window rings of ``slots`` (uint8 [num, bytes]), compressors into slots
+    and ``pages``.
 
     ratio: of ``main`` (4 or 128; 0: a layer without compressor); index and queries only with ratio
     4. rope fp32 [T, 64] of the rows, entry_rope at position + 1 - ratio. The projections of main
@@ -141,6 +144,9 @@ def row_work(
     rows, heads, width = q.shape
     if width != KEY_CHANNELS or q.stride(1) != width or q.stride(2) != 1 or k.stride(1) != 1:
         raise ValueError(f"q must be [rows, heads, {KEY_CHANNELS}] with contiguous heads")
+    target = q if out is None else out
+    if target.shape != q.shape or target.stride(1) != width or target.stride(2) != 1:
+        raise ValueError(f"out must be [rows, heads, {KEY_CHANNELS}] with contiguous heads")
     if max_rows_per_sequence > MAX_DECODE_ROWS:
         raise ValueError(f"{max_rows_per_sequence} rows of a sequence take launches of their own")
     if (ratio > 0) != (main is not None) or (index is not None and ratio != CSA_RATIO):
@@ -161,8 +167,8 @@ def row_work(
         raise ValueError("strides and offsets must be multiples of 16 bytes")
     if queries is not None:
         _, index_heads, channels = queries.q.shape
-        if channels != INDEX_CHANNELS or not queries.q.is_contiguous():
-            raise ValueError(f"index queries must be contiguous [rows, heads, {INDEX_CHANNELS}]")
+        if channels != INDEX_CHANNELS or queries.q.stride()[1:] != (INDEX_CHANNELS, 1):
+            raise ValueError(f"index queries must be [rows, heads, {INDEX_CHANNELS}] by rows")
         if queries.head_weights.stride(1) != 1:
             raise ValueError("a row's head weights must be contiguous")
     else:
@@ -177,14 +183,16 @@ def row_work(
     first = nothing if main is None else (main.projected, main.ape, main.norm)
     second = nothing if index is None else (index.projected, index.ape, index.norm)
     _row_kernel[(rows, parts)](
-        q, k, k_norm, rope, entry_rope, slot_of_row, position_of_row, page_table, slots, pages,
-        *first, *second,
+        q, target, k, k_norm, rope, entry_rope, slot_of_row, position_of_row, page_table, slots,
+        pages, *first, *second,
         None if queries is None else queries.q,
         None if queries is None else queries.head_weights,
         None if queries is None else queries.codes,
         None if queries is None else queries.weights,
-        rows, stride // 16, page_stride // 16, page_table.stride(0), q.stride(0), k.stride(0),
+        rows, stride // 16, page_stride // 16, page_table.stride(0), q.stride(0),
+        target.stride(0), k.stride(0),
         0 if main is None else main.projected.stride(0),
+        0 if queries is None else queries.q.stride(0),
         0 if queries is None else queries.head_weights.stride(0),
         window.offset // 16,
         0 if main is None else main.state.offset // 16,

@@ -180,7 +180,7 @@ def _index(arch: str) -> Iterator[Shipped]:
         merge = Config(num_warps=16, num_stages=1)
         yield Shipped("index merge", arch, indexer._merge_kernel, arguments, merge)
     arguments = {"q": BF16, "head_weights": F32, "codes": FP8, "weights": F32, "FACTOR": 0.011}
-    arguments |= {"rope": F32, "weights_stride": "i32", "ROTATE": True}
+    arguments |= {"rope": F32, "q_stride": "i32", "weights_stride": "i32", "ROTATE": True}
     arguments |= {"HEADS": 64, "BLOCK_H": 16}
     yield Shipped(
         "index hadamard", arch, indexer._hadamard_kernel, arguments, Config(num_warps=8), MMA
@@ -251,8 +251,8 @@ def _small(arch: str) -> Iterator[Shipped]:
     yield Shipped("page copy", arch, page_copy._copy_kernel, arguments, Config(), wide)
     arguments = {"positions": I32, "frequencies": F32, "out": F32, "shift": "i32"}
     yield Shipped("rope rows", arch, kv_store._rope_kernel, arguments, Config(num_warps=1), "", 64)
-    arguments = {"q": BF16, "k": BF16, "k_norm": BF16, "rope": F32, "extents": U8}
-    arguments |= {"slot_of_row": I32, "position_of_row": I32}
+    arguments = {"q": BF16, "out": BF16, "k": BF16, "k_norm": BF16, "rope": F32, "extents": U8}
+    arguments |= {"out_stride": "i32", "slot_of_row": I32, "position_of_row": I32}
     arguments |= dict.fromkeys(("stride16", "offset16", "q_stride", "k_stride"), "i32")
     arguments |= {"H": 16, "BLOCK_H": 4, "RING": 131, "DATA": 576, "SCALES": 8, "EPS": 1e-6}
     yield Shipped("norm rope store", arch, kv_store._norm_rope_store_kernel, arguments, Config())
@@ -281,7 +281,8 @@ def _small(arch: str) -> Iterator[Shipped]:
     arguments |= {"BLOCK": 4 * step_ends.BLOCK}
     yield Shipped("step keep", arch, step_ends._keep_kernel, arguments, Config())
     for ratio in (0, 4, 128):
-        arguments = {"q": BF16, "k": BF16, "k_norm": BF16, "psi": BF16, "codes": FP8}
+        arguments = {"q": BF16, "out": BF16, "k": BF16, "k_norm": BF16, "psi": BF16, "codes": FP8}
+        arguments |= {"out_stride": "i32", "psi_stride": "i32"}
         arguments |= dict.fromkeys(("slot_of_row", "position_of_row", "page_table"), I32)
         arguments |= dict.fromkeys(("extents", "pages"), U8)
         arguments |= dict.fromkeys(("rope", "entry_rope", "projected", "ape", "i_projected"), F32)

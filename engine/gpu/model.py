@@ -56,8 +56,8 @@ class GpuModel:
         first = ops.linear(site.given, attn.wq_kv, coded=True)
         readers = (attn.wq_b,) if attn.index_wq_b is None else (attn.wq_b, attn.index_wq_b)
         r = ops.norm(first[:, : shape.q_lora_rank], attn.q_norm, readers)
-        q = ops.linear(r, attn.wq_b, coded=True).view(len(first), attn.heads, shape.head_dim)
-        compressors, queries = self._projected(attn, number, aux, r, rope, layout)
+        q, psi = self._queries(attn, r)
+        compressors, queries = self._projected(attn, number, aux, psi, rope, layout)
         ops.join(len(u))
         q, queries = ops.row_work(
             q, first[:, shape.q_lora_rank :], attn.kv_norm, rope,
@@ -74,12 +74,28 @@ class GpuModel:
         z = ops.wo_a(o, rope, attn)
         return self._joined(ops.linear(z, attn.wo_b, torch.float32))
 
+    def _queries(self, attn: w.Attention, r: Tensor | Codes) -> tuple[Tensor, Tensor | None]:
+        """q bf16 [R, H, 512] and, in CSA layers, the indexer's [R, heads, 128]; of one product if
+        r came as codes (then they are parts of longer rows)."""
+        shape, ops, psi = self.shape, self.ops, None
+        if isinstance(r, Codes) and attn.wq_both is not None:
+            both = ops.linear(r, attn.wq_both, coded=True)
+            cut = attn.heads * shape.head_dim
+            q, psi = both[:, :cut], both[:, cut:]
+        else:
+            q = ops.linear(r, attn.wq_b, coded=True)
+            if attn.index_wq_b is not None:
+                psi = ops.linear(r, attn.index_wq_b, coded=True)
+        if psi is not None:
+            psi = psi.view(len(q), shape.index_n_heads, shape.index_head_dim)
+        return q.view(len(q), attn.heads, shape.head_dim), psi
+
     def _projected(
         self,
         attn: w.Attention,
         number: int,
         aux: Tensor | None,
-        r: Tensor | Codes,
+        psi: Tensor | None,
         rope: Tensor,
         layout: GpuLayout,
     ) -> tuple[list[Projected], Queries | None]:
@@ -87,19 +103,17 @@ class GpuModel:
         their bf16 weights."""
         if aux is None:
             return [], None
-        ops, shape = self.ops, self.shape
+        shape = self.shape
         assert attn.compressor is not None
         n = 2 * attn.compressor.ape.shape[1]
         state, part = layout.slots.state[number], layout.pages.keys[number]
         found = [Projected(aux[:, :n], attn.compressor, state, part)]
         if attn.index is None:
             return found, None
-        assert attn.index_wq_b is not None
+        assert psi is not None
         m = n + 2 * attn.index.ape.shape[1]
         state, part = layout.slots.index_state[number], layout.pages.index[number]
         found.append(Projected(aux[:, n:m], attn.index, state, part))
-        psi = ops.linear(r, attn.index_wq_b, coded=True)
-        psi = psi.view(len(aux), shape.index_n_heads, shape.index_head_dim)
         return found, Queries(psi, aux[:, m : m + shape.index_n_heads], rope)
 
     # -- experts -----------------------------------------------------------------------------------

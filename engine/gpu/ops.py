@@ -448,10 +448,10 @@ class Ops:
         """Window keys into the rings; returns q normalised and rotated."""
 
         def kernel() -> Tensor:
-            out = q.clone() if self.comparing else q
+            out = torch.empty_like(q) if self.comparing else self._whole(q)
             kv_store.norm_rope_store(
-                out, k, k_norm, rope, rows.ring_of_row, rows.positions, rows.rings,
-                rows.rings.shape[1], window,
+                q, k, k_norm, rope, rows.ring_of_row, rows.positions, rows.rings,
+                rows.rings.shape[1], window, out,
             )  # fmt: skip
             return out
 
@@ -567,7 +567,7 @@ class Ops:
             and rows.rings.data_ptr() == slots.data_ptr()
         )
 
-        def at_once(q: Tensor) -> Queries | None:
+        def at_once(q: Tensor) -> tuple[Tensor, Queries | None]:
             given = [
                 row_work.Compression(c.values, c.weights.ape, c.weights.norm, c.state, c.part)
                 for c in compressors
@@ -577,15 +577,16 @@ class Ops:
                 codes, weights = self._index_room(queries.psi)
                 asked = row_work.IndexQueries(queries.psi, queries.omega, codes, weights)
                 coded = queries._replace(coded=(codes, weights))
+            out = self._whole(q)
             row_work.row_work(
                 q, k, k_norm, rope, rows.slots, rows.positions, rows.tables, slots, pages, window,
                 rows.per_sequence, compressors[0].weights.ratio, entry_rope, given[0],
-                given[1] if len(given) > 1 else None, asked,
+                given[1] if len(given) > 1 else None, asked, out,
             )  # fmt: skip
-            return coded
+            return out, coded
 
         if together and not self.comparing:
-            return q, at_once(q)
+            return at_once(q)
         if together:
             self._compare_rows(q, slots, pages, at_once, lambda q: self._apart(
                 q, k, k_norm, rope, entry_rope, rows, window, slots, pages, hadamard, compressors
@@ -623,7 +624,7 @@ class Ops:
         q: Tensor,
         slots: Tensor,
         pages: Tensor,
-        at_once: Callable[[Tensor], object],
+        at_once: Callable[[Tensor], tuple[Tensor, object]],
         apart: Callable[[Tensor], Tensor],
     ) -> None:
         """The launch for all parts against the launches of the parts: the share of bytes that one
@@ -642,8 +643,7 @@ class Ops:
         try:
             wanted_q = apart(q.clone())
             wanted = restored()
-            got_q = q.clone()
-            at_once(got_q)
+            got_q = at_once(q.clone())[0]
             got = restored()
             note.worst = max(note.worst, relative_error(got_q, wanted_q))
             for old, a, b in zip(before, wanted, got, strict=True):
@@ -655,6 +655,13 @@ class Ops:
             restored()
         finally:
             self.comparing = True
+
+    @staticmethod
+    def _whole(q: Tensor) -> Tensor:
+        """Where normalised queries go: in place, or out of longer rows."""
+        if q.is_contiguous():
+            return q
+        return torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
     def _index_room(self, psi: Tensor) -> tuple[Tensor, Tensor]:
         """Results of the index queries' kernel."""

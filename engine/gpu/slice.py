@@ -77,6 +77,8 @@ class Maker:
             columns += 4 * s.index_head_dim + s.index_n_heads
         by = s.hidden_size**-0.5
         csa = ratio == 4
+        first, own = heads * s.head_dim, s.index_n_heads * s.index_head_dim
+        both = self.linear(first + (own if csa else 0), s.q_lora_rank)
         return w.Attention(
             ratio=ratio,
             heads=heads,
@@ -84,16 +86,15 @@ class Maker:
             wq_kv=self.linear(s.q_lora_rank + s.head_dim, s.hidden_size),
             q_norm=self.norm(s.q_lora_rank),
             kv_norm=self.norm(s.head_dim),
-            wq_b=self.linear(heads * s.head_dim, s.q_lora_rank),
+            wq_b=both.rows(0, first),
             wo_a=self.linear(groups * s.o_lora_rank, heads * s.head_dim // groups),
             wo_b=self.linear(s.hidden_size, groups * s.o_lora_rank),
             sink=self.normal(heads, by=0.1, dtype=torch.float32),
             aux=self.normal(columns, s.hidden_size, by=by) if ratio else None,
             compressor=self.compressor(ratio, s.head_dim) if ratio else None,
             index=self.compressor(4, s.index_head_dim) if csa else None,
-            index_wq_b=(
-                self.linear(s.index_n_heads * s.index_head_dim, s.q_lora_rank) if csa else None
-            ),
+            index_wq_b=both.rows(first, first + own) if csa else None,
+            wq_both=both if csa else None,
         )
 
     def experts(self, is_hash: bool) -> w.Experts:

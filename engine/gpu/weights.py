@@ -37,6 +37,11 @@ class Linear:
         assert weight is not None
         return len(weight)
 
+    def rows(self, start: int, end: int) -> Linear:
+        """Some rows of an FP8 linear, in its memory; blocks must not be cut."""
+        assert self.codes is not None and self.scale is not None and start % BLOCK == 0
+        return Linear(self.codes[start:end], self.scale[start // BLOCK : -(-end // BLOCK)])
+
     def dense(self) -> Tensor:
         """bf16 [N, K]: exact, since e4m3 times a power of two is a bf16 number."""
         if self.plain is None:
@@ -79,6 +84,7 @@ class Attention:
     compressor: Compressor | None
     index: Compressor | None
     index_wq_b: Linear | None
+    wq_both: Linear | None = None  # rows of wq_b, then of index_wq_b, which are parts of it
 
 
 @dataclass
@@ -211,7 +217,8 @@ class Loader:
         return Compressor(ratio, self.f32(prefix + "ape"), self.bf16(prefix + "norm.weight"))
 
     def attention(self, prefix: str, ratio: int) -> Attention:
-        aux, compressor, index, index_wq_b = [], None, None, None
+        aux, compressor, index, index_wq_b, both = [], None, None, None, None
+        wq_b = None
         if ratio:
             name = prefix + "compressor."
             compressor = self.compressor(name, ratio)
@@ -219,7 +226,14 @@ class Loader:
         if ratio == 4:
             name = prefix + "indexer."
             index = self.compressor(name + "compressor.", 4)
-            index_wq_b = self.linear(name + "wq_b")
+            joined = self.linear(prefix + "wq_b", name + "wq_b")
+            heads = self.shape.num_attention_heads // self.tp
+            first = heads * self.shape.head_dim
+            if joined.codes is not None:
+                both = joined
+                wq_b, index_wq_b = both.rows(0, first), both.rows(first, both.num_rows)
+            else:
+                index_wq_b = self.linear(name + "wq_b")
             for end in ("compressor.wkv", "compressor.wgate", "weights_proj"):
                 aux.append(self.bf16(f"{name}{end}.weight"))
         return Attention(
@@ -229,7 +243,7 @@ class Loader:
             wq_kv=self.linear(prefix + "wq_a", prefix + "wkv"),
             q_norm=self.bf16(prefix + "q_norm.weight"),
             kv_norm=self.bf16(prefix + "kv_norm.weight"),
-            wq_b=self.linear(prefix + "wq_b"),
+            wq_b=wq_b or self.linear(prefix + "wq_b"),
             wo_a=self.linear(prefix + "wo_a"),
             wo_b=self.linear(prefix + "wo_b"),
             sink=self.f32(prefix + "attn_sink"),
@@ -237,6 +251,7 @@ class Loader:
             compressor=compressor,
             index=index,
             index_wq_b=index_wq_b,
+            wq_both=both,
         )
 
     def projection(self, prefix: str, ends: tuple[str, ...]) -> PackedExperts:

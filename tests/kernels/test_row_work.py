@@ -1,6 +1,8 @@
 """One launch for all that stands between projections and attention: the same bits as the launches
 that it replaces."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -118,17 +120,48 @@ def test_same_bits_as_apart(ratio: int, device: str) -> None:
         assert torch.equal(three.pages.cpu(), one.pages.cpu()) and not three.weights.any()
 
 
+def test_queries_that_are_parts_of_longer_rows(device: str) -> None:
+    """q and the indexer's come out of one product; q goes where it is whole."""
+    one, two = Layer(4, device), Layer(4, device)
+    apart(one)
+    joined = torch.cat((two.q.flatten(1), two.psi.flatten(1)), 1)
+    cut = two.heads * 512
+    q, two.psi = joined[:, :cut].view(-1, two.heads, 512), joined[:, cut:].view(-1, 64, 128)
+    main, index = two.compressions()
+    asked = op.IndexQueries(two.psi, two.omega(), two.codes, two.weights)
+    op.row_work(
+        q, two.key(), two.k_norm, two.rope, two.slots_of, two.positions, two.table, two.slots,
+        two.pages, two.slot_layout.window[0], 2, 4, two.entry_rope, main, index, asked, two.q,
+    )  # fmt: skip
+    for wanted, got in zip(one.results(), two.results(), strict=True):
+        assert torch.equal(wanted, got)
+    three = Layer(4, device)
+    kv_store.norm_rope_store(
+        q, three.key(), three.k_norm, three.rope, three.slots_of, three.positions, three.slots,
+        three.slots.stride(0), three.slot_layout.window[0], three.q,
+    )  # fmt: skip
+    indexer.index_queries(two.psi, three.omega(), three.codes, three.weights, three.rope)
+    assert torch.equal(three.q.cpu(), one.q.cpu())
+    assert torch.equal(three.codes.view(torch.uint8).cpu(), one.codes.view(torch.uint8).cpu())
+    with pytest.raises(ValueError, match="out must be"):
+        run(two, 2, main=main, index=index, out=two.q[:, :1])
+
+
+def run(layer: Layer, most: int, ratio: int = 4, **more: Any) -> None:
+    op.row_work(
+        layer.q, layer.key(), layer.k_norm, layer.rope, layer.slots_of, layer.positions,
+        layer.table, layer.slots, layer.pages, layer.slot_layout.window[0], most, ratio,
+        layer.entry_rope, **more,
+    )  # fmt: skip
+
+
 def test_what_does_not_fit(device: str) -> None:
     layer = Layer(4, device)
     main, index = layer.compressions()
-    given = (
-        layer.q, layer.key(), layer.k_norm, layer.rope, layer.slots_of, layer.positions,
-        layer.table, layer.slots, layer.pages, layer.slot_layout.window[0],
-    )  # fmt: skip
     with pytest.raises(ValueError, match="launches of their own"):
-        op.row_work(*given, 9, 4, layer.entry_rope, main, index)
+        run(layer, 9, main=main, index=index)
     with pytest.raises(ValueError, match="does not fit the compressors"):
-        op.row_work(*given, 1, 0, layer.entry_rope, main)
+        run(layer, 1, 0, main=main)
     with pytest.raises(ValueError, match="come with the indexer"):
         asked = op.IndexQueries(layer.psi, layer.omega(), layer.codes, layer.weights)
-        op.row_work(*given, 1, 4, layer.entry_rope, main, None, asked)
+        run(layer, 1, main=main, queries=asked)

@@ -12,8 +12,11 @@ from decant.engine.gpu.layout import GpuLayout
 from decant.engine.gpu.measure import compare_kernels
 from decant.engine.gpu.model import GpuModel
 from decant.engine.gpu.ops import ALL, Ops
+from decant.engine.gpu.pool import GpuPool
 from decant.engine.gpu.probe import TOLERANCES, probe
+from decant.engine.gpu.runner import Runner
 from decant.engine.gpu.slice import make_slice
+from decant.engine.interface import SlotRows
 from decant.engine.model_shape import parse_shape
 from decant.engine.synthetic import config_table
 
@@ -32,6 +35,34 @@ def test_every_kernel_under_the_interpreter(interpreter: None) -> None:
     assert set(seen) == set(ALL)
     for operation, what in seen.items():
         assert not what.failure and what.worst <= TOLERANCES[operation], (operation, what)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU itself is tested below")
+def test_a_step_of_kernels_under_the_interpreter(interpreter: None) -> None:
+    """The small kernels between the large ones, which hand codes on, join products and do a layer's
+    row work at once: the same bits as the large kernels with plain torch between them."""
+    small = {"rows", "norm", "swiglu", "begin", "keep"}
+    shape = parse_shape(config_table(4, "tiny"))
+    assert {0, 4, 128} <= set(shape.compress_ratios)
+    weights = make_slice(shape, CPU, 1)
+    layout, seen = GpuLayout(shape, 128, 3), []
+    for kernels in (set(ALL) - small, set(ALL)):
+        model = GpuModel(shape, weights, Ops.create(shape, CPU, set(kernels)))
+        assert model.ops.enabled == kernels
+        name = f"gpu-step-test-{os.getpid()}-{len(kernels)}"
+        pool = GpuPool.create(name, layout, 2, 2, CPU)
+        try:
+            runner = Runner(model, pool, 256, 128)
+            rows = [SlotRows(0, 2, (5, 9), (0,)), SlotRows(1, 127, (7,), (1,))]
+            with torch.inference_mode():
+                logits, streams = runner.decode(rows)
+            seen.append([t.clone() for t in (logits, streams, pool.slots[:-1], pool.pages[:-1])])
+        finally:
+            pool.close()
+    for wanted, got in zip(*seen, strict=True):  # the last extent is the dump
+        assert torch.equal(got, wanted)
 
 
 def test_a_wrong_kernel_is_switched_off(interpreter: None) -> None:
