@@ -21,6 +21,7 @@ typedef long long i64;
 #define SHARED_BYTES(name) extern __shared__ __align__(128) unsigned char name[]
 #define SHARED_TILES(name) extern __shared__ __align__(1024) unsigned char name[]  // for swizzled tiles
 #define UNROLL _Pragma("unroll")
+#define UNROLL4 _Pragma("unroll 4")
 
 struct alignas(16) Vec4 {
   u32 x, y, z, w;

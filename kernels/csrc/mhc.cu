@@ -181,7 +181,7 @@ boundary_kernel(const u8* x, const u8* y, float* post, float* comb, const float*
   UNROLL for (int r = 0; r < ROWS; r++) {
     UNROLL for (int n = 0; n < TOKENS; n++) acc[r][n] = 0.0f;
   }
-  UNROLL for (int step = 0; step < CH / 32; step++) {  // in units of four channels of the four streams
+  UNROLL4 for (int step = 0; step < CH / 32; step++) {  // in units of four channels of the four streams
     const int i = step * 32 + lane, k = i / (CH / 4), at = i % (CH / 4) * 4;
     float w[ROWS][4];
     UNROLL for (int r = 0; r < ROWS; r++) {

@@ -25,6 +25,7 @@
 #define SHARED_BYTES(name) unsigned char* name = emulation::current->block->shared.data()
 #define SHARED_TILES(name) SHARED_BYTES(name)
 #define UNROLL
+#define UNROLL4
 
 struct alignas(16) Vec4 {
   u32 x, y, z, w;
