@@ -216,8 +216,9 @@ class Encode(Message, frozen=True, tag="encode", omit_defaults=True):
     is read:
 
     chat: {"messages": [...], "tools": [...], "response_format": ..., "thinking": bool, "effort":
-    str, "task": str, "continue": bool}
-    text: a JSON string, encoded as it is without markers;  ids: a JSON list of ids (checked only).
+    str, "task": str, "continue": bool, "answer": bool}
+    text: a JSON string, encoded as it is without markers;  document: the same after the token that
+    begins a text;  ids: a JSON list of ids (checked only).
     """
 
     request_id: str

@@ -225,6 +225,8 @@ class Tokenizer:
             return self._vocabulary.encode(render(Prompt.from_json(prompt)))
         if kind == "text":
             return self._vocabulary.encode_text(prompt)
+        if kind == "document":
+            return self._vocabulary.encode([BOS, prompt])
         if kind == "fim":
             pieces = [BOS, FIM_BEGIN, prompt["prompt"], FIM_HOLE, prompt["suffix"], FIM_END]
             return self._vocabulary.encode(pieces)

@@ -26,6 +26,7 @@ from decant.services.api.sampling import (
 )
 from decant.services.api.usage import Usage, account
 from decant.services.api.validate import Fields
+from decant.services.chat.markers import BOS
 from decant.services.requests import new_request_id
 
 MAX_PROMPTS = 64
@@ -35,7 +36,7 @@ KNOWN = (
     "model", "prompt", "suffix", "max_tokens", "temperature", "top_p", "top_k", "min_p",
     "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "seed", "stop",
     "stop_token_ids", "ignore_eos", "min_tokens", "skip_special_tokens",
-    "include_stop_str_in_output", "no_stop_trim",
+    "include_stop_str_in_output", "no_stop_trim", "add_special_tokens",
     "n", "best_of", "stream", "stream_options", "logprobs", "echo",
     "user_id", "cache_salt", "prompt_cache_key", "priority", "regex", "ebnf", "response_format",
     "structural_tag", "guided_regex", "guided_grammar",
@@ -106,10 +107,12 @@ def parse(data: Any, backend: Backend, tenant: str = "") -> Request:
         min_tokens=sampling.min_tokens,
     )
     found = grammars.for_completion(fields)
+    plain = "document" if fields.boolean("add_special_tokens") else "text"
+    begin = BOS if plain == "document" else ""  # stands in what echo shows, too
     salt, priority = read_salt(fields), fields.integer("priority", 0, -100, 100)
     jobs = []
     for prompt in prompts if not is_prompt_only or scored >= 0 else []:
-        kind = "ids" if isinstance(prompt, list) else "fim" if suffix else "text"
+        kind = "ids" if isinstance(prompt, list) else "fim" if suffix else plain
         if kind == "fim":
             value: Any = {"prompt": prompt, "suffix": suffix}
         else:
@@ -130,7 +133,7 @@ def parse(data: Any, backend: Backend, tenant: str = "") -> Request:
     return Request(
         model=model,
         jobs=jobs,
-        texts=[p if is_echoed and isinstance(p, str) else "" for p in prompts],
+        texts=[begin + p if is_echoed and isinstance(p, str) else "" for p in prompts],
         echo_ids=[p if is_echoed and isinstance(p, list) else [] for p in prompts],
         is_streamed=is_streamed,
         includes_usage=includes_usage,

@@ -31,7 +31,8 @@ async def tokenize(data: Any, backend: Backend) -> dict[str, Any]:
         job = chat.parse({**body, "model": backend.model.name}, backend).job
         kind, prompt = job.kind, job.prompt
     else:
-        kind, prompt = "text", json.dumps(fields.string("prompt"), ensure_ascii=False).encode()
+        kind = "document" if fields.boolean("add_special_tokens") else "text"
+        prompt = json.dumps(fields.string("prompt"), ensure_ascii=False).encode()
     shows_pieces = fields.boolean("return_token_strs")
     fields.boolean("add_special_tokens")
     found = await backend.client.encode(new_request_id(), kind, prompt, Output(), count_only=True)

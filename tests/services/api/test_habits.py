@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 
 from decant.services.api.chat import REFUSED
-from decant.services.chat.markers import ASSISTANT, END_THINK, THINK
+from decant.services.chat.markers import ASSISTANT, BOS, END_THINK, THINK
 
 MODEL = "test-model"
 PATH = "/v1/chat/completions"
@@ -125,6 +125,27 @@ async def test_reasoning_is_continued(stage: Any, http: aiohttp.ClientSession) -
     message = body["choices"][0]["message"]
     assert (status, message["reasoning_content"], message["content"]) == (200, " cats.", "Cats.")
     assert stage.prompts[0][-2:] == stage.vocabulary.encode_text("I like")
+
+
+async def test_a_text_begins_with_its_token_where_asked(
+    stage: Any, http: aiohttp.ClientSession
+) -> None:
+    stage.say("x" + EOS)
+    plain = stage.vocabulary.encode_text("One two")
+    begun = [stage.vocabulary.ids[BOS], *plain]
+    cases: list[tuple[dict[str, Any], list[int]]] = [
+        ({}, plain),
+        ({"add_special_tokens": True}, begun),
+    ]
+    for more, wanted in cases:
+        status, body = await post(http, stage, "/v1/completions", prompt="One two", **more)
+        assert status == 200 and stage.prompts[-1] == wanted
+        assert body["usage"]["prompt_tokens"] == len(wanted)
+        status, body = await post(http, stage, "/v1/tokenize", prompt="One two", **more)
+        assert status == 200 and body["tokens"] == wanted
+    both: dict[str, Any] = {"prompt": ["One two", plain], "add_special_tokens": True, "echo": True}
+    status, body = await post(http, stage, "/v1/completions", **both, max_tokens=0)
+    assert [c["text"] for c in body["choices"]] == [BOS + "One two", "One two"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
