@@ -1,8 +1,13 @@
 """Kernel tests run on the GPU where there is one, else under Triton's interpreter on the CPU."""
 
+import os
+from collections.abc import Iterator
+
 import pytest
 import torch
 import triton.runtime.interpreter as interpreter
+
+from decant.kernels import tuned
 
 _patch_lang_tensor = interpreter._patch_lang_tensor
 
@@ -30,6 +35,22 @@ def arch() -> str:
 
         return architecture()
     return "sm_90"
+
+
+@pytest.fixture(autouse=True)
+def _triton_where_cuda_cannot_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
+    """Without a GPU tests run Triton unless they name another, whatever tuned.json says."""
+    if torch.cuda.is_available() or "DECANT_TUNED" in os.environ:
+        yield
+        return
+    table = tmp_path_factory.getbasetemp() / "no-tuned.json"
+    table.write_text("{}")
+    monkeypatch.setenv("DECANT_TUNED", str(table))
+    tuned._table.cache_clear()
+    yield
+    tuned._table.cache_clear()
 
 
 @pytest.fixture(autouse=True)
