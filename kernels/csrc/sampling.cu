@@ -199,7 +199,14 @@ DEVICE float gumbel(u32 bits) {
   return -log_(rest < 0.01f ? near : -log_(u));
 }
 
-KERNEL(THREADS, (THREADS <= 512 ? 2 : 1))  // blocks a multiprocessor: a row waits more than it works
+// Two blocks a multiprocessor where they fit: a row waits more than it works.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+constexpr int BLOCKS = 1;
+#else
+constexpr int BLOCKS = THREADS == 512 ? 2 : 1;
+#endif
+
+KERNEL(THREADS, BLOCKS)
 sample_kernel(const void* logits, const u32* allowed, const short* counts, const u8* seen,
               const int* slot_of_row, const float* temperature, const float* repetition,
               const float* presence, const float* frequency, const i64* seeds, const int* choices,
