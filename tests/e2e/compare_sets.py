@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import tempfile
 import time
@@ -75,6 +76,7 @@ def num_different(answers: list[list[Any]], expected: list[list[Any]]) -> int:
 
 
 def main() -> int:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and stop the set
     parser = argparse.ArgumentParser(description="other sets give the same answers")
     parser.add_argument("--num", type=int, default=10, help="prompts a skill")
     parser.add_argument("--json", type=Path, help="write the result here, or add to it")
