@@ -227,6 +227,11 @@ class Answer:
     def _status(self) -> str:
         return "incomplete" if self._blocks.finish_reason == "length" else "completed"
 
+    def _end_of(self, block: Block) -> str:
+        """Status of an item that ended: the last one may have been cut by the limit."""
+        is_cut = self._status() == "incomplete" and block is self._blocks.blocks[-1]
+        return "incomplete" if is_cut and not block.is_complete else "completed"
+
     def _event(self, kind: str, **values: Any) -> bytes:
         event = {"type": kind, "sequence_number": self._sequence, **values}
         self._sequence += 1
@@ -256,7 +261,7 @@ class Answer:
         else:
             out = self._event(f"{names[block.kind]}.done", **inner, text=block.text, **more)
             out += self._event("response.content_part.done", **inner, part=_part(block, block.text))
-        item = self._item(block, "completed")
+        item = self._item(block, self._end_of(block))
         return out + self._event("response.output_item.done", output_index=block.index, item=item)
 
     @staticmethod
@@ -331,7 +336,7 @@ class Answer:
     def _items(self) -> list[dict[str, Any]]:
         """Finished items; a call that never closed is not one."""
         return [
-            self._item(b, "completed")
+            self._item(b, self._end_of(b))
             for b in self._blocks.blocks
             if b.kind is not Kind.TOOL or b.is_complete
         ]

@@ -53,6 +53,14 @@ async def test_incomplete(stage: Any, client: openai.AsyncOpenAI) -> None:
     assert answer.status == "incomplete" and answer.output_text == "one two"
     assert answer.incomplete_details is not None
     assert answer.incomplete_details.reason == "max_output_tokens"
+    assert [item.status for item in answer.output] == ["incomplete"]  # type: ignore[union-attr]
+    stage.say("hm</think>one two three" + EOS)
+    more: dict[str, Any] = {"max_output_tokens": 4, "reasoning": {"effort": "high"}}
+    stream = await client.responses.create(model=MODEL, input="Hi", stream=True, **more)
+    events: list[Any] = [event async for event in stream]
+    ends = [e.item.status for e in events if e.type == "response.output_item.done"]
+    assert ends == ["completed", "incomplete"] and events[-1].type == "response.incomplete"
+    assert [item.status for item in events[-1].response.output] == ends
 
 
 async def test_stream(stage: Any, client: openai.AsyncOpenAI) -> None:
