@@ -36,6 +36,10 @@ _SHARED_ATTRIBUTE, _CLUSTER_ATTRIBUTE = 8, 14  # CU_FUNC_ATTRIBUTE_*
 _CLUSTER_DIMENSION, _PROGRAMMATIC = 4, 6  # CU_LAUNCH_ATTRIBUTE_*
 
 
+# "0": no kernel begins before its predecessor ends (to measure what that brings)
+OVERLAPS = os.environ.get("DECANT_OVERLAP", "1") != "0"
+
+
 class Int64(int):
     """An integer argument of 64 bits (plain integers are passed as 32)."""
 
@@ -309,7 +313,7 @@ def launch(
         attributes[count].id = _CLUSTER_DIMENSION
         attributes[count].value.words[:] = [cluster, 1, 1]
         count += 1
-    if overlap:
+    if overlap and OVERLAPS:
         attributes[count].id = _PROGRAMMATIC
         attributes[count].value.flag = 1
         count += 1

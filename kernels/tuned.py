@@ -4,6 +4,10 @@
 options), ascending; what it does not name runs as Triton with the table beside the kernel. The file
 is written by ``decant.kernels.autotune`` on a GPU, from results that were right there.
 
+``shared.json`` is the same for GPUs that also hold blocks which wait for other ranks
+(``use_shared``): no cluster in it has more than SHARED_BLOCKS blocks, since a larger one may never
+find room beside them, and the ranks would wait for each other for ever.
+
 ``deterministic.json`` is a table whose results do not depend on the bucket: every sum of a row has
 the same parts in the same order for any number of rows up to the last line.
 """
@@ -23,7 +27,10 @@ from decant.kernels.config import Config
 
 PATH = Path(__file__).parent / "tuned.json"
 DETERMINISTIC = Path(__file__).parent / "deterministic.json"
-ENVIRONMENT = "DECANT_TUNED"  # path of a file to use instead, or "deterministic"
+SHARED = Path(__file__).parent / "shared.json"
+SHARED_BLOCKS = 8
+ENVIRONMENT = "DECANT_TUNED"  # path of a file to use instead, or a key of NAMED
+NAMED = {"deterministic": DETERMINISTIC, "shared": SHARED}
 IMPLEMENTATIONS = ("triton", "cuda")
 
 
@@ -70,8 +77,22 @@ def parse(text: str) -> dict[tuple[str, str], Lines]:
 @functools.cache
 def _table() -> dict[tuple[str, str], Lines]:
     wanted = os.environ.get(ENVIRONMENT, "")
-    path = DETERMINISTIC if wanted == "deterministic" else Path(wanted or PATH)
-    return parse(path.read_text())
+    return parse((NAMED.get(wanted) or Path(wanted or PATH)).read_text())
+
+
+def use_shared() -> None:
+    """From now on shared.json decides, unless the environment names a table."""
+    os.environ.setdefault(ENVIRONMENT, "shared")
+    _table.cache_clear()
+
+
+def cluster_blocks(op: str, options: Mapping[str, int]) -> int:
+    """Blocks that a CUDA C++ kernel with these options needs at the same time."""
+    if "kb" in options:  # linear_K and wo_a_K: the blocks of a cluster divide K
+        return int(op.rpartition("_")[2]) // (128 * options["kb"])
+    if options.get("few"):
+        return 16
+    return max(options.get("cluster", 1), options.get("splits", 1))
 
 
 def choice(arch: str, op: str, size: int) -> Choice:

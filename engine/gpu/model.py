@@ -178,9 +178,7 @@ class GpuModel:
         """Streams after the last layer, and the normalised input of the vocabulary. before, after:
         called with the layer's number around its attention (a chunk's window buffer)."""
         all_weights = self.weights
-        ropes = self.ops.begin(
-            rows, all_weights.embed, all_weights.plain, all_weights.compressed
-        )
+        ropes = self.ops.begin(rows, all_weights.embed, all_weights.plain, all_weights.compressed)
         rows.plan = None  # of an earlier launch with these buffers
         state: tuple[Tensor, Tensor | None, Tensor, Tensor] = self.start(ropes.streams)
         for number, layer in enumerate(self.weights.layers):

@@ -70,9 +70,7 @@ def without_device(arch: int) -> Iterator[None]:
         driver._active = before
 
 
-def note(
-    run: Callable[[], object], launched: Counter[str] | None = None
-) -> list[dict[str, str]]:
+def note(run: Callable[[], object], launched: Counter[str] | None = None) -> list[dict[str, str]]:
     """Run something dry. Returns: {module, name, data, source} of every kernel that it would
     compile; source: hash of its text. Of CUDA C++, module is "" and data its constants. launched:
     counts the launches by kernel."""

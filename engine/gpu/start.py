@@ -18,7 +18,7 @@ import torch
 
 from decant.engine.checkpoint import Checkpoint
 from decant.engine.gpu import start_record
-from decant.engine.gpu.communicator import Communicator, choose
+from decant.engine.gpu.communicator import Communicator, Unasked, choose
 from decant.engine.gpu.device import choose_device
 from decant.engine.gpu.draft import GpuDraftEngine
 from decant.engine.gpu.engine import GpuEngine
@@ -35,6 +35,7 @@ from decant.engine.gpu.runner import PEER_WAIT_S, Runner
 from decant.engine.gpu.weights import load_weights
 from decant.engine.load import instance_number, max_context, model_folder, pool_prefix
 from decant.engine.parallel import locked, start_group
+from decant.kernels import tuned
 from decant.protocol.config import Config
 from decant.protocol.errors import CheckpointError, ConfigError
 
@@ -73,6 +74,9 @@ def _join(
     config: Config, role: str, room: Any, rank: int, file: str, device: torch.device, shape: Any
 ) -> Communicator | None:
     """The rank's collectives; None in a group of one."""
+    widest = max(config.prefill.tp, config.decode.tp, config.draft.tp)
+    if config.gpu.mps and widest > 1:  # ranks that wait leave no room for large clusters
+        tuned.use_shared()
     if room.tp == 1:
         return None
     rows = bucket_of(config.decode.max_batch) * (1 + config.kv.max_drafts)
@@ -211,8 +215,7 @@ def _all_know(comm: Communicator | None, known: set[str] | None) -> bool:
 
 
 def _started_before(config: Config) -> bool:
-    """Whether this worker of this set was there before: then it is waited for. Notes that it was.
-    """
+    """Whether this worker of this set was there before: then it is waited for. Notes it."""
     if not config.run_dir or not config.instance:
         return False
     mark = Path(config.run_dir) / f"{config.instance}.started"
@@ -260,7 +263,7 @@ def _compile_draft(engine: GpuDraftEngine, max_batch: int) -> None:
     if engine.device.type != "cuda":
         return
     if comm is None or comm.rank == 0:
-        engine.model = replace(model, comm=None)
+        engine.model = replace(model, comm=None if comm is None else Unasked(comm.size))
         wanted = note(lambda: engine.warm_up(max_batch))
         engine.model = model
         compile_all(wanted, int(model.ops.arch.removeprefix("sm_")))
@@ -301,9 +304,7 @@ def build_draft(
     return engine
 
 
-def start_draft(
-    config: Config, kernels: set[str] | None = None
-) -> GpuDraftEngine | GpuGroupDraft:
+def start_draft(config: Config, kernels: set[str] | None = None) -> GpuDraftEngine | GpuGroupDraft:
     """See load.load_draft; kernels as in start_engine."""
     room = config.draft
     checkpoint = _prepare(config, room)

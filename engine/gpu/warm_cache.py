@@ -30,6 +30,7 @@ from decant.engine.gpu.probe import PROBED
 from decant.engine.gpu.runner import Runner
 from decant.engine.gpu.weights import load_weights
 from decant.engine.load import max_context, model_folder
+from decant.kernels import tuned
 from decant.protocol.config import Config
 from decant.protocol.errors import DecantError
 
@@ -83,6 +84,8 @@ def warm(config: Config, arch: int, workers: int, budget_s: float) -> tuple[int,
     """Compile for all roles. Returns: kernels compiled, and how many there are."""
     roles = [r for r in ROLES if r != "draft" or config.draft.enabled]
     found: dict[str, dict[str, str]] = {}
+    if config.gpu.mps and max(config.prefill.tp, config.decode.tp, config.draft.tp) > 1:
+        tuned.use_shared()  # as the workers do
     with without_device(arch):
         for role in roles:
             for kernel in wanted_by(config, role):

@@ -125,3 +125,32 @@ def test_a_table_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert tuned.choice("sm_120", "gate", 8) == tuned.TRITON
     finally:
         tuned._table.cache_clear()
+
+
+def test_the_shared_table_leaves_room_for_blocks_that_wait() -> None:
+    """A cluster of 16 beside waiting ranks never got its place: eight rows hung on an H200."""
+    shared = tuned.parse(tuned.SHARED.read_text())
+    fastest = tuned.parse(tuned.PATH.read_text())
+    assert {k: [b for b, _ in v] for k, v in shared.items()} == {
+        k: [b for b, _ in v] for k, v in fastest.items()
+    }
+    blocks = {
+        (op, bound): tuned.cluster_blocks(op, c.options)
+        for (_, op), lines in shared.items()
+        for bound, c in lines
+        if c.is_cuda
+    }
+    assert blocks and max(blocks.values()) <= tuned.SHARED_BLOCKS
+    assert tuned.cluster_blocks("linear_4096", {"kb": 2, "tokens": 16}) == 16
+    assert tuned.cluster_blocks("gate", {"tokens": 8, "few": 1}) == 16
+
+
+def test_a_process_can_take_the_shared_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(tuned.ENVIRONMENT, "shared")  # and restored after the test
+    monkeypatch.delenv(tuned.ENVIRONMENT)
+    try:
+        tuned.use_shared()
+        assert tuned.choice("sm_90", "gate", 1) == tuned.TRITON
+    finally:
+        monkeypatch.undo()
+        tuned._table.cache_clear()

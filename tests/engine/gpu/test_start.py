@@ -11,16 +11,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from triton import knobs
 
+from decant.engine.checkpoint import Checkpoint
 from decant.engine.gpu import start_record
+from decant.engine.gpu.communicator import Unasked
+from decant.engine.gpu.draft import GpuDraftEngine
 from decant.engine.gpu.engine import GpuEngine
+from decant.engine.gpu.layout import GpuLayout
+from decant.engine.gpu.model import GpuModel
+from decant.engine.gpu.ops import Ops
 from decant.engine.gpu.pool import GpuPool
 from decant.engine.gpu.rank_time import LATE, after_failure
 from decant.engine.gpu.runner import Runner
-from decant.engine.interface import SlotRows
+from decant.engine.gpu.weights import load_weights
+from decant.engine.interface import DraftSlot, SlotRows
 
 CPU = torch.device("cpu")
 MakeTwin = Callable[..., GpuEngine]
@@ -130,3 +138,23 @@ def test_a_pool_of_a_lost_device_is_closed_with_one_line(
 def test_the_job_is_plain_data() -> None:
     job = {"cases": CASES, "prompts": [10], "profiled": 0}
     assert json.loads(json.dumps(after_failure(job, {}))) == {**job, "cases": [], "prompts": []}
+
+
+def test_a_rank_proposes_alone_in_a_dry_run(tmp_path: Path) -> None:
+    """The draft of one-gpu-tp4 did not start: alone, its logits were a rank's share, and drawing
+    refused them."""
+    checkpoint = Checkpoint(Path(__file__).resolve().parents[3] / "engine" / "demo")
+    shape = checkpoint.shape
+    weights = load_weights(checkpoint, CPU, False, "full", 4)
+    checkpoint.close()
+    model = GpuModel(shape, weights, Ops.create(shape, CPU, set(), 4), Unasked(4))
+    layout = GpuLayout(shape, 128, 3)
+    engine = GpuDraftEngine(model, layout, CPU, 3, "")
+    pool = GpuPool.create(f"dry-{tmp_path.name}", layout, 1, 2, CPU)
+    engine._peers.attach_pool("a", pool)
+    try:
+        streams = np.zeros((1, shape.hc_mult, 0), np.float32)
+        (drafts,) = engine.propose("a", [DraftSlot(0, 5, (7,), streams, 3)])
+        assert len(drafts) == 3 and all(0 <= d < shape.vocab_size for d in drafts)
+    finally:
+        engine.detach("a")
