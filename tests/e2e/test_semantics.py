@@ -227,3 +227,40 @@ def test_prompt_logprobs(real_set: RealSet) -> None:
     chat = {"model": real_set.model, "messages": [{"role": "user", "content": "Hi"}]}
     answer = real_set.api.post("/v1/chat/completions", {**chat, "prompt_logprobs": 0})
     assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
+
+
+@pytest.mark.parametrize("thinking", ["enabled", "disabled"])
+def test_a_schema_beside_the_other_fields(thinking: str, ask: Ask) -> None:
+    """Several choices, penalties, a bias against the end, temperature, drafts, a stop string."""
+    animals, colours = ["cat", "dog", "horse"], ["red", "green", "blue"]
+    properties = {"kind": {"enum": animals}, "colour": {"enum": colours}}
+    schema = {"type": "object", "properties": properties, "required": ["kind", "colour"]}
+    fields: dict[str, Any] = {
+        "messages": [{"role": "user", "content": "Which animal?"}],
+        "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}},
+        "thinking": {"type": thinking},
+        "temperature": 1.0,
+        "n": 3,
+        "max_tokens": 300,
+    }
+    if thinking == "disabled":  # a tiny model's reasoning would not survive these
+        penalties = {"frequency_penalty": 2.0, "presence_penalty": 2.0, "repetition_penalty": 1.5}
+        fields |= {**penalties, "logit_bias": {"1": -100}}
+    else:
+        fields["temperature"] = 0.3
+    for choice in ask(**fields):
+        value = json.loads(choice["text"])
+        assert value["kind"] in animals and value["colour"] in colours
+        assert choice["finish_reason"] == "stop"
+    for choice in ask(**fields, stop=[', "colour"']):
+        value = json.loads(choice["text"] + "}")
+        assert list(value) == ["kind"] and value["kind"] in animals
+        assert choice["matched_stop"] == ', "colour"'
+
+
+def test_a_stop_string_within_min_tokens_does_not_end(ask: Ask) -> None:
+    full = ask(temperature=0, ignore_eos=True)[0]["text"]
+    stop = full[:3]
+    assert ask(temperature=0, ignore_eos=True, stop=stop)[0]["text"] == ""
+    later = ask(temperature=0, ignore_eos=True, stop=stop, min_tokens=8)[0]["text"]
+    assert later and full.startswith(later)
