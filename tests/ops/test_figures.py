@@ -60,7 +60,9 @@ def test_scores_of_two_files(figures: ModuleType, tmp_path: Path) -> None:
         "| essential | 9 | 10 | 90.0% | 75.0% | 2.50 |\n| bonus | 9 | 10 | 90.0% | - | - |" in text
     )
     assert "position 1: 75.0% (the others; `eval-bonus.json`)" in text
-    assert "On the mix of both files (rows that count by position): position 1: 71.4%." in text  # 10 of 9 + 5
+    assert (
+        "On the mix of both files (rows that count by position): position 1: 71.4%." in text
+    )  # 10 of 9 + 5
     assert text.endswith("Below their aim: essential (90.0%), bonus (90.0%).")
 
 
