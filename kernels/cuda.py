@@ -37,6 +37,7 @@ _CLUSTER_DIMENSION, _PROGRAMMATIC = 4, 6  # CU_LAUNCH_ATTRIBUTE_*
 
 
 # "0": no kernel begins before its predecessor ends (to measure what that brings)
+EARLY_ROWS = 16  # with more, an early launch takes room from its predecessor: slower on an H200
 OVERLAPS = os.environ.get("DECANT_OVERLAP", "1") != "0"
 
 

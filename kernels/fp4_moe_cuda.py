@@ -106,7 +106,8 @@ def run(
     cuda.launch(
         cuda.function("fp4_moe", "gate_up_kernel", arch, **up),
         (n13 // (up["RG"] * 16), count, 1), (threads, 1, 1), shared_bytes(up),
-        x, w13.codes, w13.scales, w13.rows, hidden, *listed, LIMIT, overlap=True,
+        x, w13.codes, w13.scales, w13.rows, hidden, *listed, LIMIT,
+        overlap=tokens <= cuda.EARLY_ROWS,
     )  # fmt: skip
     types = {"OUT": TYPES[out.dtype], "SHARED": -1 if shared is None else TYPES[shared.dtype]}
     down = built["down"] | types

@@ -509,7 +509,7 @@ def index_select(
         cuda.launch(
             kernel, (cluster, rows, 1), (threads, 1, 1), cuda_select_bytes(threads),
             logits, plan.entries, plan.row_start, selected, selected_count, cluster=cluster,
-            overlap=True,
+            overlap=rows <= cuda.EARLY_ROWS,
         )  # fmt: skip
         return
     config = lookup(SELECT[arch], rows)

@@ -419,7 +419,7 @@ def sample(
             logits, allowed, counts, seen, slot_of_row, temperature, repetition, presence,
             frequency, seeds, choices, positions, top_k, top_p, min_p, tokens, vocab,
             cuda.Int64(logits.stride(0)), cuda.Int64(0 if counts is None else counts.stride(0)),
-            cluster=cluster, overlap=True,
+            cluster=cluster, overlap=rows <= cuda.EARLY_ROWS,
         )  # fmt: skip
         return tokens
     _process_kernel[(rows, PARTS)](

@@ -384,7 +384,7 @@ def sparse_mla_decode(
             sink, out, cuda.Int64(slot_stride), cuda.Int64(window.offset), cuda.Int64(page_stride),
             cuda.Int64(part.offset if part else 0), cuda.Int64(page_table.stride(0)), heads,
             window.rows, part.rows if part else 1, max(ratio, 1), top_k, SCALE * math.log2(math.e),
-            cluster=splits, overlap=True,
+            cluster=splits, overlap=rows <= cuda.EARLY_ROWS,
         )  # fmt: skip
         return out
     config = lookup(CONFIGS[arch, kind], rows)
