@@ -116,7 +116,8 @@ def test_a_tool_call_streamed_cut_and_whole(skill: str, stride: int, real_set: R
                 got += [delta.function.name] if delta.function.name else []
                 texts[delta.index] += delta.function.arguments or ""
                 num_pieces += 1
-    assert got == names and num_pieces > 4 * len(names)
+    # A name, then arguments in more than one piece (a step brings up to three tokens).
+    assert got == names and num_pieces >= 3 * len(names)
     assert [json.loads(t) for t in texts] == [a for _, a in case.calls]
 
     def cut(num: int) -> dict[str, Any]:
@@ -133,7 +134,8 @@ def test_a_tool_call_streamed_cut_and_whole(skill: str, stride: int, real_set: R
         choice = answer["choices"][0]
         message = choice["message"]
         assert choice["finish_reason"] == "length" and answer["usage"]["completion_tokens"] == num
-        assert "｜" not in (message["content"] or "") and not (message["content"] or "").strip()
+        # Cut between "<" and the marker, the "<" may be text and is shown; more never is.
+        assert (message["content"] or "").strip() in ("", "<")
         for i, call in enumerate(message.get("tool_calls") or []):
             assert call["function"]["name"] == names[i]
             assert texts[i].startswith(call["function"]["arguments"])
