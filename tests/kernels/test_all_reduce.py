@@ -11,7 +11,6 @@ import pytest
 import torch
 from all_reduce_ranks import CALLS, CPU, input_of, rank_main
 
-from decant.kernels import tuned
 from decant.kernels.all_reduce import (
     CHANNELS,
     FLAGS,
@@ -141,15 +140,3 @@ def test_what_does_not_fit_is_refused() -> None:
         AllReduce(0, 2, 64, CPU, lambda own: [b"other", own])
     with pytest.raises(HandoffError, match="not the name"):
         AllReduce(0, 2, 64, CPU, lambda own: [own, b"../etc/passwd"])
-
-
-@pytest.mark.parametrize("arch", ["sm_90", "sm_120"])
-def test_no_tuned_cluster_needs_a_whole_gpc(arch: str) -> None:
-    """Ranks that share a GPU wait on it: a cluster of 16 would find no GPC with that much room."""
-    for (which, op), lines in tuned.parse(tuned.PATH.read_text()).items():
-        for _, found in lines:
-            if which == arch and found.is_cuda:
-                sizes = [found.options.get(name, 1) for name in ("splits", "cluster")]
-                if op.startswith(("linear_", "wo_a_")):
-                    sizes.append(int(op.rpartition("_")[2]) // (128 * found.options["kb"]))
-                assert max(sizes) <= 8, (op, found)

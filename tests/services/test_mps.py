@@ -157,7 +157,8 @@ def test_a_sweep_forgets_the_socket(config: Config) -> None:
 
 def test_programs_of_the_gpu_profiles(tmp_path: Path) -> None:
     for profile, ranks in (("one-gpu", 1), ("one-gpu-tp4", 4)):
-        config = preflight.resolve(profile, ["gateway.port=1"], tmp_path)
+        wanted = ["gateway.port=1", "decode.sm_share=60"]
+        config = preflight.resolve(profile, wanted, tmp_path)
         programs = {p.name: p for p in supervisor.programs(config)}
         first = next(iter(programs))
         assert first == "mps-0" and programs[first].service == "mps"
@@ -166,7 +167,7 @@ def test_programs_of_the_gpu_profiles(tmp_path: Path) -> None:
             assert environment["CUDA_MPS_PIPE_DIRECTORY"] == f"{tmp_path}/mps"
             assert environment["CUDA_VISIBLE_DEVICES"] == "0"
             share = int(environment["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"])
-            assert share == (100 if ranks == 1 else 25)
+            assert share == (60 if name == "decode-0" else 100)
         assert "CUDA_MPS_PIPE_DIRECTORY" not in programs["router-0"].environment
         assert config.decode.tp == ranks
     config = preflight.resolve("eight-gpu", ["gateway.port=1"], tmp_path)
